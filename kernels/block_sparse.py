@@ -1,0 +1,586 @@
+"""The stateless form on a GPU: each block of queries selects its tokens (``sals::block_select``) and attends them (``sals::block_attend``).
+
+Selection costs what the latents make it cost. Un-rotating the mean query for a key block and projecting it are both linear, and the
+rows of cos and sin are shared by all heads, so with ``a_rd = Σ_n q_nd decoder_rnd`` and ``b_rd = Σ_n q_nd (J decoder_r)_nd``
+
+    projected[query block, key block, r] = Σ_d cos[key block, d] a_rd + sin[key block, d] b_rd
+
+is a product of depth ``2 Dr``, not ``E``. The scores of a query block against a key block are then one more matrix product.
+
+Attention gathers the selected keys and values once for all heads of a group and all queries of a block: one tile of
+``query_block * G`` rows shares each tile of keys.
+
+Dimensions as in ``reference.py``; ``Q`` blocks of queries, ``C = ceil(S / BLOCK)`` blocks of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import codegen, reference
+from .dense import attend_tile, finish, flags, power_of_two, precision, rows_last
+from .index_expr import Modifier
+from .score import order_of
+from .select import select
+
+LEAST = tl.constexpr(-2147483648)
+
+#: Rows of scores up to this long are selected by one program each, from registers, when there are enough rows to fill the device.
+ROW_IN_REGISTERS = 32768
+ROWS_IN_REGISTERS = 64
+
+#: Bytes of scores and projections held at a time; query blocks are taken in chunks that fit.
+WORKSPACE = 256 << 20
+
+
+@triton.jit
+def _mean_query_kernel(
+    query,
+    out,
+    stride_b,
+    stride_l,
+    stride_h,
+    queries,
+    QUERY_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """``out[b, block, n] = Σ over the block's queries and the group's heads / QUERY_BLOCK``, fp32."""
+    block, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    dim = tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, QUERY_BLOCK * GROUP, BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS)
+        l = block * QUERY_BLOCK + row // GROUP  # noqa: E741
+        at = query + b.to(tl.int64) * stride_b + l.to(tl.int64) * stride_l + (n * GROUP + row % GROUP) * stride_h
+        inside = (row < QUERY_BLOCK * GROUP) & (l < queries)
+        rows = tl.load(at[:, None] + dim[None, :], mask=inside[:, None] & (dim < D)[None, :], other=0.0)
+        total += tl.sum(rows.to(tl.float32), 0)
+    line = (b.to(tl.int64) * tl.num_programs(0) + block) * tl.num_programs(1) + n
+    tl.store(out + line * D + dim, total / QUERY_BLOCK, mask=dim < D)
+
+
+@triton.jit
+def _block_score_kernel(
+    projected,
+    latent,
+    scores,
+    args,
+    projected_stride_b,
+    projected_stride_q,
+    projected_stride_c,
+    latent_stride_b,
+    first_block,
+    chunk_blocks,
+    queries,
+    heads,
+    keys,
+    sinks,
+    recents,
+    MASK_FN: tl.constexpr,
+    UPPER_FN: tl.constexpr,
+    LOWER_FN: tl.constexpr,
+    MASKS: tl.constexpr,
+    ANY_HEAD: tl.constexpr,
+    UPPER_ONLY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+):
+    """``scores[b, i, kv]`` of ``BLOCK_Q`` query blocks of this chunk against one block of keys."""
+    tile, key_block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    local = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # block within the chunk
+    inside = local < chunk_blocks
+    block = first_block + local
+    kv = key_block * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
+    at = scores + (b.to(tl.int64) * chunk_blocks + local[:, None]) * keys + kv[None, :]
+    stored = inside[:, None] & (kv < keys)[None, :]
+
+    # Every query of every block of the tile, for the bounds.
+    member = tl.arange(0, BLOCK_QUERIES)
+    q = tl.minimum(block[:, None] * QUERY_BLOCK + tl.minimum(member, QUERY_BLOCK - 1)[None, :], queries - 1)
+    upper = tl.max(UPPER_FN(b, q, keys, args) + q * 0, 1)
+    lower = tl.min(LOWER_FN(b, q, args) + q * 0, 1)
+    reachable = (key_block * KEY_BLOCK < tl.max(upper)) & ((key_block + 1) * KEY_BLOCK > tl.min(lower))
+    if reachable:
+        result = tl.zeros((BLOCK_Q, KEY_BLOCK), tl.float32)
+        for first in range(0, RANK, BLOCK_RANK):
+            rank = first + tl.arange(0, BLOCK_RANK)
+            left = projected + b.to(tl.int64) * projected_stride_b + key_block * projected_stride_c
+            left_at = left + local.to(tl.int64)[:, None] * projected_stride_q + rank[None, :]
+            left_tile = tl.load(left_at, mask=inside[:, None] & (rank < RANK)[None, :], other=0.0)
+            right_at = latent + b.to(tl.int64) * latent_stride_b + kv.to(tl.int64)[:, None] * RANK + rank[None, :]
+            right_tile = tl.load(right_at, mask=(kv < keys)[:, None] & (rank < RANK)[None, :], other=0.0)
+            result = tl.dot(left_tile, tl.trans(right_tile), result, input_precision=PRECISION)
+        here = block[:, None] * QUERY_BLOCK + (keys - queries)
+        near = (kv[None, :] > here - recents) & (kv[None, :] < here + QUERY_BLOCK + recents)
+        result = tl.where((kv < sinks)[None, :] | near, float("inf"), result)
+        if MASKS:
+            safe = tl.minimum(kv, keys - 1)[None, :]
+            if UPPER_ONLY:
+                allowed = kv[None, :] < upper[:, None]
+            else:
+                allowed = tl.full((BLOCK_Q, KEY_BLOCK), 0, tl.int1)
+                for i in range(QUERY_BLOCK):
+                    one = tl.minimum(block[:, None] * QUERY_BLOCK + i, queries - 1)
+                    if ANY_HEAD:
+                        for h in range(heads):
+                            allowed = allowed | MASK_FN(b, h, one, safe, args)
+                    else:
+                        allowed = allowed | MASK_FN(b, 0, one, safe, args)
+            result = tl.where(allowed, result, float("-inf"))
+        tl.store(at, result, mask=stored)
+    else:
+        tl.store(at, tl.full((BLOCK_Q, KEY_BLOCK), float("-inf"), tl.float32), mask=stored)
+
+
+@triton.jit
+def _select_rows_kernel(scores, out, total, k, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``reference.select`` of one row held in registers: the k-th largest bit by bit, then compaction in index order."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    ordered = order_of(tl.load(scores + row * total + index, mask=index < total, other=float("-inf")))
+    limit = LEAST
+    for i in range(32):
+        # The first step, from the least integer by 2**31, would overflow if written as a shift of 1.
+        candidate = limit ^ LEAST if i == 0 else limit + (1 << (31 - i))
+        if tl.sum((ordered >= candidate).to(tl.int32), 0) >= k:
+            limit = candidate
+    larger = ordered > limit
+    equal = (ordered == limit) & (ordered != LEAST)
+    ties = k - tl.sum(larger.to(tl.int32), 0)
+    # Two running counts in one scan; each is at most 2**15.
+    running = tl.cumsum(larger.to(tl.uint32) + (equal.to(tl.uint32) << 16), 0)
+    before = (running & 0xFFFF).to(tl.int32)
+    equals = (running >> 16).to(tl.int32)
+    chosen = larger | (equal & (equals <= ties))
+    tl.store(out + row * k + before + tl.minimum(equals, ties) - 1, index, mask=chosen)
+    found = tl.sum(chosen.to(tl.int32), 0)
+    pad = tl.arange(0, BLOCK_K)
+    tl.store(out + row * k + pad, tl.full((BLOCK_K,), -1, tl.int32), mask=(pad >= found) & (pad < k))
+
+
+def select_rows(scores: Tensor, k: int, out: Tensor) -> None:
+    """``out[...] = select(scores, k)``, by the kernel that suits the number and the length of the rows."""
+    total = scores.shape[-1]
+    rows = scores.numel() // total
+    if total > ROW_IN_REGISTERS or rows < ROWS_IN_REGISTERS or not out.is_contiguous():
+        out.copy_(select(scores, k))
+        return
+    block = power_of_two(total)
+    _select_rows_kernel[(rows,)](
+        scores, out, total, k, BLOCK=block, BLOCK_K=power_of_two(k), num_warps=max(4, min(32, block // 1024))
+    )
+
+
+def mean_queries(query: Tensor, kv_heads: int, query_block: int) -> Tensor:
+    """Each block's mean query, summed over the heads of a group: ``[B,L,H,D] -> [B,Q,N,D]`` fp32."""
+    batch, queries, heads, dim = query.shape
+    group = heads // kv_heads
+    blocks = -(-queries // query_block)
+    query = rows_last(query)
+    out = torch.empty((batch, blocks, kv_heads, dim), dtype=torch.float32, device=query.device)
+    _mean_query_kernel[(blocks, kv_heads, batch)](
+        query,
+        out,
+        *query.stride()[:3],
+        queries,
+        QUERY_BLOCK=query_block,
+        GROUP=group,
+        D=dim,
+        BLOCK_ROWS=min(64, power_of_two(query_block * group)),
+        BLOCK_D=power_of_two(dim),
+    )
+    return out
+
+
+def _block_means(rows: Sequence[Tensor], total: int) -> tuple[Tensor, Tensor]:
+    """Means of cos and sin rows ``[P,S,Dr]`` over blocks of keys: ``[P,C,Dr]``."""
+    fill = -total % reference.BLOCK
+    padded = [torch.nn.functional.pad(r, (0, 0, 0, fill)).unflatten(1, (-1, reference.BLOCK)) for r in rows]
+    return reference._block_means(*padded)
+
+
+def _coefficients(mean: Tensor, decoder: Tensor, rotary_dim: int, rotary: str) -> Tensor:
+    """What the means of cos and sin (and 1, for dims that do not rotate) multiply: ``[width, B*Q, Rs]``.
+
+    ``mean [B,Q,N,D]`` and ``decoder [Rs,E]`` in one dtype; ``width`` is ``2 Dr``, and one more when ``Dr < D``.
+    """
+    batch, blocks, kv_heads, dim = mean.shape
+    by_dim = mean.flatten(0, 1).permute(2, 0, 1)  # [D, B*Q, N]
+    basis = decoder.unflatten(1, (kv_heads, dim))  # [Rs, N, D]
+    turned = reference.rotate_pairs(basis[..., :rotary_dim], rotary)
+    rotated = by_dim[:rotary_dim]
+    parts = [rotated @ basis[..., :rotary_dim].permute(2, 1, 0), rotated @ turned.permute(2, 1, 0)]
+    if rotary_dim < dim:
+        rest = mean[..., rotary_dim:].flatten(2).flatten(0, 1)
+        parts.append((rest @ basis[..., rotary_dim:].flatten(1).T).unsqueeze(0))
+    return torch.cat(parts)
+
+
+def block_select(
+    query: Tensor,
+    key_pre: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    encoder: Tensor,
+    decoder: Tensor,
+    modifier: str,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    query_block: int,
+    k: int,
+    sinks: int,
+    recents: int,
+    rotary: str,
+) -> Tensor:
+    """See ``reference.block_select``. Scores are held for a bounded number of query blocks at a time."""
+    batch, queries, heads, dim = query.shape
+    total, kv_heads, rank = key_pre.shape[1], key_pre.shape[2], encoder.shape[1]
+    blocks = -(-queries // query_block)
+    key_blocks = -(-total // reference.BLOCK)
+    out = torch.empty((batch, blocks, k), dtype=torch.int32, device=query.device)
+    if out.numel() == 0 or total == 0:
+        return out.fill_(-1)
+    compute = key_pre.dtype
+    mean = mean_queries(query, kv_heads, query_block)
+    latent = key_pre.flatten(2) @ encoder.to(compute)
+    basis = decoder.to(compute)
+    rotary_dim = 0 if rotary == "none" else cos.shape[-1]
+    if rotary_dim:
+        block_cos, block_sin = _block_means((cos, sin), total)
+        columns = [block_cos, block_sin]
+        if rotary_dim < dim:
+            columns.append(torch.ones_like(block_cos[..., :1]))
+        rows = torch.cat(columns, dim=-1).to(compute)  # [P, C, width]
+    # Bytes of one query block: its row of scores and select's copy of it, its projections and their coefficients.
+    width = 2 * rotary_dim + 1
+    each = batch * (12 * total + (key_blocks + 3 * width) * rank * compute.itemsize)
+    chunk = max(1, min(blocks, WORKSPACE // each))
+    for first in range(0, blocks, chunk):
+        part = mean[:, first : first + chunk].to(compute)
+        count = part.shape[1]
+        if rotary_dim:
+            coefficients = _coefficients(part, basis, rotary_dim, rotary)  # [width, B*Q, Rs]
+            coefficients = coefficients.unflatten(1, (batch, count)).permute(1, 2, 0, 3)
+            projected = rows.unsqueeze(1) @ coefficients  # [B,Q,C,Rs]
+            strides = projected.stride()[:3]
+        else:
+            projected = part.flatten(2) @ basis.T  # [B,Q,Rs], the same for every key block
+            strides = (*projected.stride()[:2], 0)
+        scores = torch.empty((batch, count, total), dtype=torch.float32, device=query.device)
+        _score_chunk(
+            projected, strides, latent, scores, first, modifier, tensors, integers, query_block, queries, heads, sinks, recents
+        )
+        select_rows(scores, k, out[:, first : first + count])
+    return out
+
+
+def _score_chunk(
+    projected: Tensor,
+    strides: tuple[int, ...],
+    latent: Tensor,
+    scores: Tensor,
+    first_block: int,
+    modifier: str,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    query_block: int,
+    queries: int,
+    heads: int,
+    sinks: int,
+    recents: int,
+) -> None:
+    batch, count, total = scores.shape
+    rank = latent.shape[-1]
+    mask = Modifier.parse(modifier).mask
+    generated = flags(modifier, tensors)
+    block_q = min(64, power_of_two(count))
+    grid = (triton.cdiv(count, block_q), triton.cdiv(total, reference.BLOCK), batch)
+    _block_score_kernel[grid](
+        projected,
+        latent,
+        scores,
+        codegen.arguments(tensors, integers),
+        *strides,
+        latent.stride(0),
+        first_block,
+        count,
+        queries,
+        heads,
+        total,
+        sinks,
+        recents,
+        MASK_FN=generated["MASK_FN"],
+        UPPER_FN=generated["UPPER_FN"],
+        LOWER_FN=generated["LOWER_FN"],
+        MASKS=generated["MASKS"],
+        ANY_HEAD=mask.uses("h"),
+        UPPER_ONLY=bool(generated["INTERVAL"]) and codegen.lower_bound(mask) is None,
+        PRECISION=precision(latent.dtype),
+        QUERY_BLOCK=query_block,
+        BLOCK_QUERIES=power_of_two(query_block, 1),
+        RANK=rank,
+        BLOCK_RANK=min(64, power_of_two(rank)),
+        BLOCK_Q=block_q,
+        KEY_BLOCK=reference.BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _gathered_range(
+    acc,
+    top,
+    total,
+    query_tile,
+    key,
+    value,
+    chosen,
+    key_stride,
+    value_stride,
+    start,
+    stop,
+    count,
+    lower,
+    upper,
+    b,
+    h,
+    q,
+    args,
+    scale,
+    MASKED: tl.constexpr,
+    MASK_FN: tl.constexpr,
+    SCORE_FN: tl.constexpr,
+    MASKS: tl.constexpr,
+    MODIFIES: tl.constexpr,
+    INTERVAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Entries ``start .. stop`` of the list ``chosen`` of one query block, one KV head."""
+    dim = tl.arange(0, BLOCK_D)
+    value_dim = tl.arange(0, BLOCK_DV)
+    for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
+        entry = first + tl.arange(0, BLOCK_N)
+        if MASKED:
+            index = tl.load(chosen + entry, mask=entry < count, other=-1)
+        else:
+            index = tl.load(chosen + entry)
+        kv = tl.maximum(index, 0)
+        key_at = key + kv.to(tl.int64)[:, None] * key_stride + dim[None, :]
+        value_at = value + kv.to(tl.int64)[:, None] * value_stride + value_dim[None, :]
+        if D == BLOCK_D:
+            key_tile = tl.load(key_at)
+        else:
+            key_tile = tl.load(key_at, mask=(dim < D)[None, :], other=0.0)
+        if DV == BLOCK_DV:
+            value_tile = tl.load(value_at)
+        else:
+            value_tile = tl.load(value_at, mask=(value_dim < DV)[None, :], other=0.0)
+        valid = True
+        if MASKED:
+            valid = (index >= 0)[None, :]
+            if INTERVAL:
+                valid = valid & (kv[None, :] >= lower[:, None]) & (kv[None, :] < upper[:, None])
+            elif MASKS:
+                valid = valid & MASK_FN(b, h, q, kv[None, :], args)
+        acc, top, total = attend_tile(
+            acc, top, total, query_tile, key_tile, value_tile, b, h, q, kv[None, :], valid, args, scale,
+            MASKED, SCORE_FN, MODIFIES, PRECISION,
+        )  # fmt: skip
+    return acc, top, total
+
+
+@triton.jit
+def _block_attend_kernel(
+    query,
+    key,
+    value,
+    indices,
+    out,
+    sink_logits,
+    args,
+    query_stride_b,
+    query_stride_l,
+    query_stride_h,
+    key_stride_b,
+    key_stride_s,
+    key_stride_n,
+    value_stride_b,
+    value_stride_s,
+    value_stride_n,
+    queries,
+    heads,
+    keys,
+    scale,
+    MASK_FN: tl.constexpr,
+    SCORE_FN: tl.constexpr,
+    UPPER_FN: tl.constexpr,
+    LOWER_FN: tl.constexpr,
+    MASKS: tl.constexpr,
+    MODIFIES: tl.constexpr,
+    INTERVAL: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # Programs of one KV head run together (the block is the fastest axis): its keys and values stay in L2.
+    row_tiles: tl.constexpr = (QUERY_BLOCK * GROUP + BLOCK_M - 1) // BLOCK_M
+    block = tl.program_id(0) // row_tiles
+    n = tl.program_id(1)
+    b = tl.program_id(2)
+    blocks = tl.num_programs(0) // row_tiles
+
+    row = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    l = block * QUERY_BLOCK + row // GROUP  # noqa: E741
+    stored = (row < QUERY_BLOCK * GROUP) & (l < queries)
+    q = tl.minimum(l, queries - 1)
+    h = n * GROUP + row % GROUP
+    dim = tl.arange(0, BLOCK_D)
+    value_dim = tl.arange(0, BLOCK_DV)
+    query_at = query + b.to(tl.int64) * query_stride_b + q.to(tl.int64) * query_stride_l + h * query_stride_h
+    query_tile = tl.load(query_at[:, None] + dim[None, :], mask=stored[:, None] & (dim < D)[None, :], other=0.0)
+    key += b.to(tl.int64) * key_stride_b + n * key_stride_n
+    value += b.to(tl.int64) * value_stride_b + n * value_stride_n
+    chosen = indices + (b.to(tl.int64) * blocks + block) * COUNT
+
+    # The list is ascending and padded at its end, so what needs a mask (the tokens at the diagonal, the padding) comes last.
+    entry = tl.arange(0, BLOCK_COUNT)
+    listed = tl.load(chosen + entry, mask=entry < COUNT, other=-1)
+    stop = tl.max(tl.where(listed >= 0, entry + 1, 0))
+    upper = UPPER_FN(b, q, keys, args) + q * 0
+    lower = LOWER_FN(b, q, args) + q * 0
+    if INTERVAL:
+        open_to_all = (listed >= tl.max(lower)) & (listed < tl.min(upper))
+        plain = tl.min(tl.where(open_to_all, BLOCK_COUNT, entry)) // BLOCK_N * BLOCK_N
+    else:
+        plain = 0
+
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if INTERVAL:
+        acc, top, total = _gathered_range(
+            acc, top, total, query_tile, key, value, chosen, key_stride_s, value_stride_s, 0, plain, COUNT, lower, upper,
+            b, h[:, None], q[:, None], args, scale, False, MASK_FN, SCORE_FN, MASKS, MODIFIES, INTERVAL, PRECISION,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
+        )  # fmt: skip
+        acc, top, total = _gathered_range(
+            acc, top, total, query_tile, key, value, chosen, key_stride_s, value_stride_s, plain, stop, COUNT, lower, upper,
+            b, h[:, None], q[:, None], args, scale, True, MASK_FN, SCORE_FN, MASKS, MODIFIES, INTERVAL, PRECISION,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
+        )  # fmt: skip
+    else:
+        acc, top, total = _gathered_range(
+            acc, top, total, query_tile, key, value, chosen, key_stride_s, value_stride_s, 0, stop, COUNT, lower, upper,
+            b, h[:, None], q[:, None], args, scale, True, MASK_FN, SCORE_FN, MASKS, MODIFIES, INTERVAL, PRECISION,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
+        )  # fmt: skip
+
+    acc = finish(acc, top, total, sink_logits, h, SINKS)
+    line = (b.to(tl.int64) * queries + q) * heads + h
+    tl.store(
+        out + line[:, None] * DV + value_dim[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=stored[:, None] & (value_dim < DV)[None, :],
+    )
+
+
+def attend_tiling(rows: int, width: int, itemsize: int) -> dict[str, int]:
+    """Tile and launch sizes for ``rows`` rows a query block and heads of ``width`` (a power of two)."""
+    row_bytes = width * itemsize
+    block_m = min(128, power_of_two(rows))
+    if row_bytes > 512:
+        block_m = min(block_m, 64)
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 64 if row_bytes <= 256 else 32,
+        "STAGES": 3 if row_bytes <= 512 else 2,
+        "num_warps": 8 if block_m == 128 and row_bytes > 128 else 4,
+    }
+
+
+def block_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    modifier: str,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    query_block: int,
+    scale: float,
+    sink_logits: Tensor | None = None,
+    tiles: dict[str, int] | None = None,
+) -> Tensor:
+    """See ``reference.block_attend``."""
+    batch, queries, heads, head_dim = query.shape
+    keys, kv_heads, value_dim = key.shape[1], key.shape[2], value.shape[-1]
+    group = heads // kv_heads
+    blocks, count = indices.shape[1:]
+    out = query.new_empty((batch, queries, heads, value_dim))
+    if out.numel() == 0:
+        return out
+    if count == 0 or keys == 0:
+        return out.zero_()
+    if scale < 0:  # the kernel takes the maximum before scaling
+        query, scale = -query, -scale
+    query, key, value, indices = rows_last(query), rows_last(key), rows_last(value), indices.contiguous()
+    tiles = tiles or attend_tiling(query_block * group, power_of_two(max(head_dim, value_dim)), key.dtype.itemsize)
+    grid = (blocks * triton.cdiv(query_block * group, tiles["BLOCK_M"]), kv_heads, batch)
+    _block_attend_kernel[grid](
+        query,
+        key,
+        value,
+        indices,
+        out,
+        out if sink_logits is None else sink_logits,
+        codegen.arguments(tensors, integers),
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        queries,
+        heads,
+        keys,
+        float(scale),
+        **flags(modifier, tensors),
+        SINKS=sink_logits is not None,
+        PRECISION=precision(query.dtype),
+        QUERY_BLOCK=query_block,
+        GROUP=group,
+        D=head_dim,
+        DV=value_dim,
+        BLOCK_D=power_of_two(head_dim),
+        BLOCK_DV=power_of_two(value_dim),
+        COUNT=count,
+        BLOCK_COUNT=power_of_two(count),
+        **tiles,
+    )
+    return out

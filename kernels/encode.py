@@ -1,0 +1,372 @@
+"""Triton kernels of ``sals::record_rows`` and ``sals::encode``: what a call's new tokens leave in the cache.
+
+Dimensions and storage are those of ``reference.py``. One launch stores everything of a token: programs are split between
+*latent* jobs (a tile of tokens x a tile of latent coordinates x a part of ``E``) and *value* jobs (a tile of (token, KV head)
+rows: Hadamard transform, quantisation, exact ring). A latent's int8 scale needs its whole row, so the last latent job of a
+token tile to finish sums the parts, in a fixed order, and quantises.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .reference import BLOCK, value_group
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def row_major(x: Tensor, dims: int) -> Tensor:
+    """``x`` itself when its last ``dims`` dims are contiguous, else a contiguous copy."""
+    expected = 1
+    for size, stride in zip(reversed(x.shape[-dims:]), reversed(x.stride()[-dims:]), strict=True):
+        if size != 1 and stride != expected:
+            return x.contiguous()
+        expected *= size
+    return x
+
+
+def require_contiguous(**tensors: Tensor) -> None:
+    """State tensors are written in place, so they cannot be copied: say which one is laid out wrongly."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"sals kernels need a contiguous {name}; got strides {tuple(tensor.stride())}")
+
+
+@triton.jit
+def round_half_even(x):
+    """As ``torch.round``, for |x| < 2**22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Under programmatic dependent launch: let the next kernel be scheduled, then wait for the previous one's writes."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+# ---- record_rows ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _record_rows_kernel(
+    cos, sin, block_cos, block_sin, ring_slots, new_cos, new_sin, slots,
+    total, queries, window, cos_b, cos_l, sin_b, sin_l, slots_p,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, position batch): writes the token's row and ring entry; with MEANS also the mean of its block."""
+    wait_for_previous(PDL)
+    token = tl.program_id(0)
+    p = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + p * slots_p + token)
+    if token >= queries - window:
+        tl.store(ring_slots + p * window + slot % window, slot.to(tl.int32))
+    if DIM > 0:
+        d = tl.arange(0, DIM_PAD)
+        inside = d < DIM
+        row = (p * total + slot) * DIM
+        tl.store(cos + row + d, tl.load(new_cos + p * cos_b + token * cos_l + d, mask=inside), mask=inside)
+        tl.store(sin + row + d, tl.load(new_sin + p * sin_b + token * sin_l + d, mask=inside), mask=inside)
+        if MEANS:
+            # Rows of this call are taken from the inputs: other programs may not have stored them yet.
+            first = slot // BLOCK * BLOCK
+            t = first + tl.arange(0, BLOCK)
+            stored = (p * total + t[:, None]) * DIM + d[None, :]
+            rows_cos = tl.load(cos + stored, mask=inside[None, :], other=0.0).to(tl.float32)
+            rows_sin = tl.load(sin + stored, mask=inside[None, :], other=0.0).to(tl.float32)
+            for other in range(queries):
+                here = t == tl.load(slots + p * slots_p + other)
+                fresh_cos = tl.load(new_cos + p * cos_b + other * cos_l + d, mask=inside, other=0.0)
+                fresh_sin = tl.load(new_sin + p * sin_b + other * sin_l + d, mask=inside, other=0.0)
+                fresh_cos = fresh_cos.to(cos.dtype.element_ty).to(tl.float32)
+                fresh_sin = fresh_sin.to(sin.dtype.element_ty).to(tl.float32)
+                rows_cos = tl.where(here[:, None], fresh_cos[None, :], rows_cos)
+                rows_sin = tl.where(here[:, None], fresh_sin[None, :], rows_sin)
+            _store_means(block_cos, block_sin, rows_cos, rows_sin, p * (total // BLOCK) + first // BLOCK, d, DIM)
+
+
+@triton.jit
+def _block_means_kernel(
+    cos, sin, block_cos, block_sin,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (block of any position batch): the means over its rows."""
+    wait_for_previous(PDL)
+    block = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, DIM_PAD)
+    stored = (block * BLOCK + tl.arange(0, BLOCK)[:, None]) * DIM + d[None, :]
+    inside = (d < DIM)[None, :]
+    rows_cos = tl.load(cos + stored, mask=inside, other=0.0).to(tl.float32)
+    rows_sin = tl.load(sin + stored, mask=inside, other=0.0).to(tl.float32)
+    _store_means(block_cos, block_sin, rows_cos, rows_sin, block, d, DIM)
+
+
+@triton.jit
+def _store_means(block_cos, block_sin, rows_cos, rows_sin, block, d, DIM: tl.constexpr):
+    """Means over the rows that were written: an unwritten row is all zeros, which no rotation is."""
+    written = (tl.max(tl.maximum(tl.abs(rows_cos), tl.abs(rows_sin)), axis=1) > 0).to(tl.float32)
+    count = tl.maximum(tl.sum(written, axis=0), 1.0)
+    tl.store(block_cos + block * DIM + d, tl.sum(rows_cos, axis=0) / count, mask=d < DIM)
+    tl.store(block_sin + block * DIM + d, tl.sum(rows_sin, axis=0) / count, mask=d < DIM)
+
+
+def record_rows(
+    cos: Tensor,
+    sin: Tensor,
+    block_cos: Tensor,
+    block_sin: Tensor,
+    ring_slots: Tensor,
+    new_cos: Tensor,
+    new_sin: Tensor,
+    slots: Tensor,
+    pdl: bool = False,
+) -> None:
+    """See ``reference.record_rows``."""
+    require_contiguous(cos=cos, sin=sin, block_cos=block_cos, block_sin=block_sin, ring_slots=ring_slots)
+    batch, queries = slots.shape
+    new_cos, new_sin, slots = row_major(new_cos, 1), row_major(new_sin, 1), row_major(slots, 1)
+    total, dim = cos.shape[1], cos.shape[2]
+    pad = next_power_of_2(max(dim, 1))
+    means = queries <= 16
+    _record_rows_kernel[(queries, batch)](
+        cos, sin, block_cos, block_sin, ring_slots, new_cos, new_sin, slots,
+        total, queries, ring_slots.shape[1],
+        _batch_stride(new_cos), new_cos.stride(1), _batch_stride(new_sin), new_sin.stride(1), _batch_stride(slots),
+        DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, MEANS=means, PDL=pdl, num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
+    if not means and dim:
+        _block_means_kernel[(cos.shape[0] * (total // BLOCK),)](
+            cos, sin, block_cos, block_sin, DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, PDL=pdl, num_warps=4,
+            **launch_options(pdl),
+        )  # fmt: skip
+
+
+def _batch_stride(x: Tensor) -> int:
+    """Stride of dim 0, or 0 when one entry is shared by the batch."""
+    return 0 if x.shape[0] == 1 else x.stride(0)
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """Keyword arguments of a launch. Programmatic dependent launch exists from compute capability 9.0 on."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+# ---- encode -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _encode_kernel(
+    codes, scales, value_codes, value_scales, ring_key, ring_value,
+    key_pre, key, value, encoder, value_transform, slots, parts, counters,
+    tokens, queries, total, window, slots_p,
+    pre_b, pre_l, key_b, key_l, key_n, value_b, value_l, value_n,
+    E: tl.constexpr, R: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr,
+    BITS: tl.constexpr, QUANTIZED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_R: tl.constexpr, TILE_E: tl.constexpr, SPLIT_E: tl.constexpr, TILE_V: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (job): first the latent jobs, then the value jobs."""
+    wait_for_previous(PDL)
+    R_TILES: tl.constexpr = (R + TILE_R - 1) // TILE_R
+    latent_jobs = tl.cdiv(tokens, TILE_M) * (R_TILES * SPLIT_E)
+    program = tl.program_id(0)
+    if program < latent_jobs:
+        _encode_latents(
+            codes, scales, key_pre, encoder, slots, parts, counters, program,
+            tokens, queries, total, slots_p, pre_b, pre_l,
+            E, R, R_TILES, QUANTIZED, TILE_M, TILE_R, TILE_E, SPLIT_E, PRECISION,
+        )  # fmt: skip
+    else:
+        _encode_values(
+            value_codes, value_scales, ring_key, ring_value, key, value, value_transform, slots,
+            (program - latent_jobs) * TILE_V + tl.arange(0, TILE_V),
+            tokens, queries, total, window, slots_p, key_b, key_l, key_n, value_b, value_l, value_n,
+            N, D, D_PAD, GROUP, BITS, TILE_V, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _encode_latents(
+    codes, scales, key_pre, encoder, slots, parts, counters, program,
+    tokens, queries, total, slots_p, pre_b, pre_l,
+    E: tl.constexpr, R: tl.constexpr, R_TILES: tl.constexpr, QUANTIZED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_R: tl.constexpr, TILE_E: tl.constexpr, SPLIT_E: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One part of a tile of latents; the job that completes the tile's tokens quantises and stores them."""
+    JOBS: tl.constexpr = R_TILES * SPLIT_E
+    tile = program // JOBS
+    job = program % JOBS
+    m = tile * TILE_M + tl.arange(0, TILE_M)
+    live = m < tokens
+    b = (m // queries).to(tl.int64)
+    token = m % queries
+    slot = tl.load(slots + b * slots_p + token, mask=live, other=0)
+    target = b * total + slot
+    # -- this job's part of the latents
+    r = (job % R_TILES) * TILE_R + tl.arange(0, TILE_R)
+    part = job // R_TILES
+    E_PART: tl.constexpr = ((E + SPLIT_E - 1) // SPLIT_E + TILE_E - 1) // TILE_E * TILE_E
+    row = key_pre + b * pre_b + token * pre_l
+    latent = tl.zeros((TILE_M, TILE_R), tl.float32)
+    for start in range(0, E_PART, TILE_E):
+        e = part * E_PART + start + tl.arange(0, TILE_E)
+        rows = tl.load(row[:, None] + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
+        basis = tl.load(encoder + e[:, None] * R + r[None, :], mask=(e < E)[:, None] & (r < R)[None, :], other=0.0)
+        latent = tl.dot(rows, basis.to(rows.dtype), latent, input_precision=PRECISION)
+    inside = live[:, None] & (r < R)[None, :]
+    if SPLIT_E == 1 and not QUANTIZED:
+        tl.store(codes + target[:, None] * R + r[None, :], latent.to(codes.dtype.element_ty), mask=inside)
+    else:
+        here = parts + (part * tokens + m[:, None]).to(tl.int64) * R + r[None, :]
+        tl.store(here, latent, mask=inside)
+        # -- the last job of the tile to arrive has every part in memory
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == JOBS - 1:
+            tl.debug_barrier()
+            top = tl.zeros((TILE_M,), tl.float32)
+            for first in range(0, R, TILE_E):
+                c = first + tl.arange(0, TILE_E)
+                known = live[:, None] & (c < R)[None, :]
+                z = _sum_parts(parts, m, c, tokens, known, R, SPLIT_E)
+                top = tl.maximum(top, tl.max(tl.abs(z), axis=1))
+            scale = tl.maximum(top / 127.0, 5.9604644775390625e-08).to(tl.float16)
+            for first in range(0, R, TILE_E):
+                c = first + tl.arange(0, TILE_E)
+                known = live[:, None] & (c < R)[None, :]
+                z = _sum_parts(parts, m, c, tokens, known, R, SPLIT_E)
+                if QUANTIZED:
+                    z = round_half_even(z / scale.to(tl.float32)[:, None])
+                    z = tl.minimum(tl.maximum(z, -127.0), 127.0)
+                tl.store(codes + target[:, None] * R + c[None, :], z.to(codes.dtype.element_ty), mask=known)
+            if QUANTIZED:
+                tl.store(scales + target, scale, mask=live)
+
+
+@triton.jit
+def _encode_values(
+    value_codes, value_scales, ring_key, ring_value, key, value, value_transform, slots, rows,
+    tokens, queries, total, window, slots_p, key_b, key_l, key_n, value_b, value_l, value_n,
+    N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, TILE_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows are (token, KV head): the exact ring, and the transformed and quantised values."""
+    m = rows // N
+    n = rows % N
+    live = m < tokens
+    b = (m // queries).to(tl.int64)
+    token = m % queries
+    slot = tl.load(slots + b * slots_p + token, mask=live, other=0)
+    d = tl.arange(0, D_PAD)
+    inside = live[:, None] & (d < D)[None, :]
+    exact_value = tl.load(
+        value + (b * value_b + token * value_l + n * value_n)[:, None] + d[None, :], mask=inside, other=0.0
+    )
+    # -- the exact ring: the call's last `window` tokens
+    in_ring = inside & (token >= queries - window)[:, None]
+    exact_key = tl.load(key + (b * key_b + token * key_l + n * key_n)[:, None] + d[None, :], mask=in_ring, other=0.0)
+    ring_row = ((b * window + slot % window) * N + n)[:, None] * D + d[None, :]
+    tl.store(ring_key + ring_row, exact_key.to(ring_key.dtype.element_ty), mask=in_ring)
+    tl.store(ring_value + ring_row, exact_value.to(ring_value.dtype.element_ty), mask=in_ring)
+    # -- transform and quantise
+    both = (d < D)[:, None] & (d < D)[None, :]
+    transform = tl.load(value_transform + d[:, None] * D + d[None, :], mask=both, other=0.0).to(tl.float32)
+    moved = tl.dot(exact_value.to(tl.float32), transform, input_precision=PRECISION)
+    stored = (b * total + slot) * N + n
+    if BITS == 0:
+        tl.store(value_codes + stored[:, None] * D + d[None, :], moved.to(value_codes.dtype.element_ty), mask=inside)
+    else:
+        GROUPS: tl.constexpr = D_PAD // GROUP
+        grouped = tl.reshape(moved, (TILE_V, GROUPS, GROUP))
+        low = tl.min(grouped, axis=2).to(tl.float16)
+        LEVELS: tl.constexpr = 2.0**BITS - 1.0
+        step = (tl.max(grouped, axis=2) - low.to(tl.float32)) / LEVELS
+        step = tl.maximum(step, 5.9604644775390625e-08).to(tl.float16)
+        levels = (grouped - low.to(tl.float32)[:, :, None]) / step.to(tl.float32)[:, :, None]
+        levels = tl.minimum(tl.maximum(round_half_even(levels), 0.0), LEVELS)
+        levels = tl.reshape(levels, (TILE_V, D_PAD))
+        g = tl.arange(0, GROUPS)
+        scale_at = value_scales + (stored[:, None] * (D // GROUP) + g[None, :]) * 2
+        has_scale = live[:, None] & (g < D // GROUP)[None, :]
+        tl.store(scale_at, step, mask=has_scale)
+        tl.store(scale_at + 1, low, mask=has_scale)
+        if BITS == 8:
+            tl.store(value_codes + stored[:, None] * D + d[None, :], levels.to(tl.uint8), mask=inside)
+        else:
+            # Dim j and dim j + D/2 share byte j. A product with a 0/1/16 matrix pairs them up wherever D/2 falls
+            # among the groups; levels and bytes are exact in fp16 with fp32 sums.
+            HALF_PAD: tl.constexpr = D_PAD // 2 if D_PAD // 2 > 16 else 16
+            j = tl.arange(0, HALF_PAD)
+            pairing = tl.where(d[:, None] == j[None, :], 1.0, 0.0)
+            pairing += tl.where(d[:, None] == j[None, :] + D // 2, 16.0, 0.0)
+            packed = tl.dot(levels.to(tl.float16), pairing.to(tl.float16))
+            at = value_codes + stored[:, None] * (D // 2) + j[None, :]
+            tl.store(at, packed.to(tl.int32).to(tl.uint8), mask=live[:, None] & (j < D // 2)[None, :])
+
+
+@triton.jit
+def _sum_parts(parts, m, r, tokens, inside, R: tl.constexpr, SPLIT_E: tl.constexpr):
+    total = tl.zeros(inside.shape, tl.float32)
+    for part in tl.static_range(SPLIT_E):
+        here = parts + (part * tokens + m[:, None]).to(tl.int64) * R + r[None, :]
+        total += tl.load(here, mask=inside, other=0.0, cache_modifier=".cg")
+    return total
+
+
+def encode(
+    codes: Tensor,
+    scales: Tensor,
+    value_codes: Tensor,
+    value_scales: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    key_pre: Tensor,
+    key: Tensor,
+    value: Tensor,
+    encoder: Tensor,
+    value_transform: Tensor,
+    slots: Tensor,
+    pdl: bool = False,
+) -> None:
+    """See ``reference.encode``."""
+    require_contiguous(
+        codes=codes, scales=scales, value_codes=value_codes, value_scales=value_scales, ring_key=ring_key,
+        ring_value=ring_value,
+    )  # fmt: skip
+    batch, queries, kv_heads, dim = key_pre.shape
+    joint, rank = encoder.shape
+    tokens = batch * queries
+    key_pre, key, value = row_major(key_pre, 2), row_major(key, 1), row_major(value, 1)
+    encoder, value_transform, slots = encoder.contiguous(), value_transform.contiguous(), row_major(slots, 1)
+    bits = 8 * value_codes.shape[-1] // dim if value_codes.dtype == torch.uint8 else 0
+    half_precision = key_pre.dtype != torch.float32
+    # A decode call is a few rows: the encoder's bytes are all there is to move, so it is cut into many small pieces.
+    decode = tokens <= 64
+    tile_m = 16 if tokens <= 16 else 32 if decode else 64
+    tile_r = min(32 if decode else 64, max(16, next_power_of_2(rank)))
+    tile_e = max(16, min(128 if decode else 64, next_power_of_2(joint)))
+    split = max(1, min(4, joint // 1024)) if decode else 1
+    tiles = -(-tokens // tile_m)
+    jobs = tiles * (-(-rank // tile_r)) * split
+    tile_v = 16 if decode else 32
+    parts = torch.empty((split, tokens, rank), dtype=torch.float32, device=codes.device)
+    counters = torch.zeros(tiles, dtype=torch.int32, device=codes.device)
+    _encode_kernel[(jobs + -(-tokens * kv_heads // tile_v),)](
+        codes, scales, value_codes, value_scales, ring_key, ring_value,
+        key_pre, key, value, encoder, value_transform, slots, parts, counters,
+        tokens, queries, codes.shape[1], ring_key.shape[1], _batch_stride(slots),
+        key_pre.stride(0), key_pre.stride(1), key.stride(0), key.stride(1), key.stride(2),
+        value.stride(0), value.stride(1), value.stride(2),
+        E=joint, R=rank, N=kv_heads, D=dim, D_PAD=max(16, next_power_of_2(dim)), GROUP=value_group(dim),
+        BITS=bits, QUANTIZED=codes.dtype == torch.int8,
+        TILE_M=tile_m, TILE_R=tile_r, TILE_E=tile_e, SPLIT_E=split, TILE_V=tile_v,
+        PRECISION="tf32" if half_precision else "ieee", PDL=pdl,
+        num_warps=4, num_stages=3 if decode else 2, **launch_options(pdl),
+    )  # fmt: skip

@@ -1,0 +1,729 @@
+"""What each ``sals`` operator means, in plain PyTorch. Also the CPU lowering: Inductor compiles these functions.
+
+Dimensions (see DESIGN section 1): ``B`` batch, ``S`` cache slots (a multiple of :data:`BLOCK`), ``L`` query tokens of this call,
+``H`` query heads, ``N`` KV heads, ``G = H/N``, ``D`` head dim, ``E = N*D``, ``R`` rank, ``Rs`` score rank, ``W`` ring slots,
+``K`` selected tokens, ``Dr <= D`` rotated dims, ``P`` position batch (1 when positions are shared by the batch, else ``B``).
+
+Storage of one site: ``codes [B,S,R]`` (int8, or floating point when not quantised), ``scales [B,S]`` (fp16, empty when
+not quantised), ``value_codes [B,S,N,D/2]`` uint8 (low nibble: dim ``i``, high nibble: dim ``i + D/2``; ``[B,S,N,D]`` int8 for 8 bits or
+floating point when not quantised), ``value_scales [B,S,N,D/group,2]`` fp16 (step, minimum), ``ring_key``/``ring_value``
+``[B,W,N,D]`` exact (key rotated). Shared by all sites that rotate by the same rows: ``cos``/``sin [P,S,Dr]``, their means over blocks
+``block_cos``/``block_sin [P,S/BLOCK,Dr]``, and ``ring_slots [P,W]`` int32, the slot that each ring entry holds (-1: none).
+
+Paper: SALS, arXiv 2510.24273, sections 3 and 4; ``block_rotary`` scoring and the quantisers are ours (DESIGN section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .index_expr import Modifier, evaluate
+
+#: Tokens whose mean rotation stands for each of them in ``block_rotary`` scoring.
+BLOCK = 128
+
+#: Dims of a head that share one value scale (fewer when the head dim is not divisible).
+VALUE_GROUP = 32
+
+ROTARY_FORMS = ("none", "half", "interleaved")
+
+
+# ---- rotary -----------------------------------------------------------------------------------------------------------
+
+
+def rotate_pairs(x: Tensor, rotary: str) -> Tensor:
+    """``J x``: each rotated pair ``(x1, x2)`` becomes ``(-x2, x1)``. ``x [..., Dr]``."""
+    if rotary == "half":
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+    pairs = x.unflatten(-1, (-1, 2))
+    return torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
+
+
+def _on_rotated_dims(x: Tensor, rotary_dim: int, rotated: Tensor) -> Tensor:
+    if rotary_dim == x.shape[-1]:
+        return rotated
+    return torch.cat((rotated, x[..., rotary_dim:].expand(*rotated.shape[:-1], -1)), dim=-1)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, rotary: str) -> Tensor:
+    """``Rot(p) x`` on the first ``Dr`` dims. ``x [..., N, D]``; ``cos``, ``sin [..., 1, Dr]`` broadcast over heads."""
+    if rotary == "none":
+        return x
+    rotary_dim = cos.shape[-1]
+    part = x[..., :rotary_dim]
+    return _on_rotated_dims(x, rotary_dim, part * cos + rotate_pairs(part, rotary) * sin)
+
+
+def apply_rotary_transpose(x: Tensor, cos: Tensor, sin: Tensor, rotary: str) -> Tensor:
+    """``Rot(p)^T x``; also right for means of rotations, which are no rotations themselves."""
+    if rotary == "none":
+        return x
+    rotary_dim = cos.shape[-1]
+    part = x[..., :rotary_dim]
+    return _on_rotated_dims(x, rotary_dim, part * cos - rotate_pairs(part * sin, rotary))
+
+
+def invert_rotary(x: Tensor, cos: Tensor, sin: Tensor, rotary: str) -> Tensor:
+    """``Rot(p)^-1 x``; exact also when rows are scaled (YaRN) or the two dims of a pair have different rows."""
+    if rotary == "none":
+        return x
+    rotary_dim = cos.shape[-1]
+    part = x[..., :rotary_dim]
+    # A pair maps by [[c1, -s1], [s2, c2]]; its inverse is [[c2, s1], [-s2, c1]] / (c1 c2 + s1 s2).
+    cos_other = _swap_pairs(cos, rotary)
+    sin_other = _swap_pairs(sin, rotary)
+    determinant = cos * cos_other + sin * sin_other
+    inverse = (part * cos_other - rotate_pairs(part, rotary) * sin) / determinant
+    return _on_rotated_dims(x, rotary_dim, inverse)
+
+
+def _swap_pairs(x: Tensor, rotary: str) -> Tensor:
+    if rotary == "half":
+        return torch.cat(tuple(reversed(x.chunk(2, dim=-1))), dim=-1)
+    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+# ---- storage ----------------------------------------------------------------------------------------------------------
+
+
+def value_group(head_dim: int) -> int:
+    """Dims that share a value scale: 32, or the largest power of two that divides ``head_dim``."""
+    return min(VALUE_GROUP, head_dim & -head_dim)
+
+
+def hadamard(head_dim: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    """Orthonormal ``[D, D]`` transform: Sylvester's Hadamard matrix, block-diagonal when ``D`` is no power of two."""
+    size = head_dim & -head_dim
+    index = torch.arange(size, device=device)
+    common = index[:, None] & index[None, :]
+    parity = torch.zeros_like(common)
+    for bit in range(max(size.bit_length() - 1, 1)):
+        parity = parity ^ ((common >> bit) & 1)
+    block = (1 - 2 * parity).to(torch.float32) / size**0.5
+    return torch.block_diag(*[block] * (head_dim // size)).to(dtype)
+
+
+def quantize_latent(latent: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 with one scale per token: ``[..., R] -> (codes int8 [..., R], scales fp16 [...])``."""
+    latent = latent.float()
+    # Rounded to fp16 first, so that codes fit the scale that is stored; the floor keeps an all-zero token finite.
+    scales = (latent.abs().amax(-1) / 127.0).clamp_min(2.0**-24).to(torch.float16)
+    codes = torch.round(latent / scales.float().unsqueeze(-1)).clamp(-127, 127)
+    return codes.to(torch.int8), scales
+
+
+def dequantize_latent(codes: Tensor, scales: Tensor) -> Tensor:
+    """Latents in fp32 from what :func:`quantize_latent` stored (or from unquantised storage)."""
+    if codes.dtype != torch.int8:
+        return codes.float()
+    return codes.float() * scales.float().unsqueeze(-1)
+
+
+def quantize_values(value: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Asymmetric, in groups along ``D``: ``[..., N, D] -> (codes uint8 [..., N, D*bits/8], scales fp16 [..., N, D/group, 2])``.
+
+    ``scales[..., 0]`` is the step and ``[..., 1]`` the minimum. ``bits`` is 4 (two codes a byte) or 8.
+    """
+    head_dim = value.shape[-1]
+    group = value_group(head_dim)
+    levels = float(2**bits - 1)
+    grouped = value.float().unflatten(-1, (head_dim // group, group))
+    low = grouped.amin(-1).to(torch.float16)
+    step = ((grouped.amax(-1) - low.float()) / levels).clamp_min(2.0**-24).to(torch.float16)
+    codes = torch.round((grouped - low.float().unsqueeze(-1)) / step.float().unsqueeze(-1)).clamp(0, levels)
+    codes = codes.flatten(-2).to(torch.uint8)
+    if bits == 4:
+        codes = codes[..., : head_dim // 2] | (codes[..., head_dim // 2 :] << 4)
+    return codes, torch.stack((step, low), dim=-1)
+
+
+def dequantize_values(value_codes: Tensor, value_scales: Tensor, head_dim: int) -> Tensor:
+    """Values in fp32, still in the transformed (Hadamard) frame."""
+    if value_codes.dtype != torch.uint8:
+        return value_codes.float()
+    if value_codes.shape[-1] != head_dim:
+        value_codes = torch.cat((value_codes & 15, value_codes >> 4), dim=-1)
+    groups = value_scales.shape[-2]
+    grouped = value_codes.float().unflatten(-1, (groups, head_dim // groups))
+    scales = value_scales.float()
+    return (grouped * scales[..., 0:1] + scales[..., 1:2]).flatten(-2)
+
+
+def _write(target: Tensor, slots: Tensor, new: Tensor) -> None:
+    """``target[b, slots[b, l]] = new[b, l]`` in place. ``target [B,S,...]``, ``slots [P,L]``, ``new [B,L,...]``."""
+    new = new.to(target.dtype)
+    if slots.shape[0] == 1:
+        target.index_copy_(1, slots[0], new.expand(target.shape[0], *new.shape[1:]))
+    else:
+        batch = torch.arange(target.shape[0], device=slots.device).unsqueeze(1)
+        target.index_put_((batch, slots), new.expand(target.shape[0], *new.shape[1:]))
+
+
+def _take(source: Tensor, indices: Tensor) -> Tensor:
+    """``source[b, indices[b, ...]]``: ``[B or 1, S, ...]`` and ``[B, ...]`` to ``[B, ..., ...]``."""
+    if source.shape[0] == 1:
+        return source[0][indices]
+    batch = torch.arange(indices.shape[0], device=indices.device)
+    return source[batch.view(-1, *[1] * (indices.dim() - 1)), indices]
+
+
+# ---- sals::record_rows, sals::encode ----------------------------------------------------------------------------------
+
+
+def record_rows(
+    cos: Tensor,
+    sin: Tensor,
+    block_cos: Tensor,
+    block_sin: Tensor,
+    ring_slots: Tensor,
+    new_cos: Tensor,
+    new_sin: Tensor,
+    slots: Tensor,
+) -> None:
+    """Record the rotary rows of the tokens written by this call, once for all sites that share them.
+
+    Writes ``new_cos``/``new_sin [P,L,Dr]`` at ``slots [P,L]``, refreshes the block means of the blocks touched (over the rows
+    written so far) and notes in ``ring_slots`` which slots the exact ring will hold.
+    """
+    window = ring_slots.shape[1]
+    recent = slots[:, -window:]
+    _write(ring_slots, recent % window, recent)
+    if cos.shape[-1] == 0:
+        return
+    _write(cos, slots, new_cos)
+    _write(sin, slots, new_sin)
+    if isinstance(slots.shape[1], int) and slots.shape[1] <= 16:
+        blocks = slots // BLOCK
+        inside = blocks.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=slots.device)
+        mean_cos, mean_sin = _block_means(_take(cos, inside), _take(sin, inside))
+        _write(block_cos, blocks, mean_cos)
+        _write(block_sin, blocks, mean_sin)
+    else:
+        shape = (cos.shape[0], -1, BLOCK, cos.shape[-1])
+        mean_cos, mean_sin = _block_means(cos.view(shape), sin.view(shape))
+        block_cos.copy_(mean_cos)
+        block_sin.copy_(mean_sin)
+
+
+def _block_means(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Means over dim -2, of the rows that were written (an unwritten row is all zeros, which no rotation is)."""
+    cos, sin = cos.float(), sin.float()
+    written = ((cos != 0) | (sin != 0)).any(-1, keepdim=True).float()
+    count = written.sum(-2).clamp_min(1.0)
+    return cos.sum(-2) / count, sin.sum(-2) / count
+
+
+def encode(
+    codes: Tensor,
+    scales: Tensor,
+    value_codes: Tensor,
+    value_scales: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    key_pre: Tensor,
+    key: Tensor,
+    value: Tensor,
+    encoder: Tensor,
+    value_transform: Tensor,
+    slots: Tensor,
+) -> None:
+    """Store the tokens of this call: latent, value codes, and the exact ring (the last ``W`` of them).
+
+    ``key_pre [B,L,N,D]`` is the pre-rotary key, ``key`` the rotated one; ``encoder [E,R]``; ``value_transform [D,D]`` (orthogonal).
+    """
+    store_latents(codes, scales, value_codes, value_scales, key_pre, value, encoder, value_transform, slots)
+    window = ring_key.shape[1]
+    recent = slots[:, -window:] % window
+    _write(ring_key, recent, key[:, -window:])
+    _write(ring_value, recent, value[:, -window:])
+
+
+def store_latents(
+    codes: Tensor,
+    scales: Tensor,
+    value_codes: Tensor,
+    value_scales: Tensor,
+    key_pre: Tensor,
+    value: Tensor,
+    encoder: Tensor,
+    value_transform: Tensor,
+    slots: Tensor,
+) -> None:
+    """The part of :func:`encode` that concerns latents and values; also imports a dense cache."""
+    latent = key_pre.flatten(2).float() @ encoder.float()
+    if codes.dtype == torch.int8:
+        new_codes, new_scales = quantize_latent(latent)
+        _write(codes, slots, new_codes)
+        _write(scales, slots, new_scales)
+    else:
+        _write(codes, slots, latent)
+    transformed = value.float() @ value_transform.float()
+    if value_codes.dtype == torch.uint8:
+        bits = 8 * value_codes.shape[-1] // value.shape[-1]
+        new_value_codes, new_value_scales = quantize_values(transformed, bits)
+        _write(value_codes, slots, new_value_codes)
+        _write(value_scales, slots, new_value_scales)
+    else:
+        _write(value_codes, slots, transformed)
+
+
+def observe(query_moment: Tensor, query_pre: Tensor) -> None:
+    """``query_moment[n] += sum over b, l and heads h of group n of q_h q_h^T``; ``[N,D,D]`` fp32, ``query_pre [B,L,H,D]``."""
+    heads, dim = query_moment.shape[0], query_moment.shape[-1]
+    rows = query_pre.float().unflatten(2, (heads, -1)).permute(2, 0, 1, 3, 4).reshape(heads, -1, dim)
+    query_moment.add_(rows.transpose(1, 2) @ rows)
+
+
+def observe_keys(key_moment: Tensor, key_pre: Tensor) -> None:
+    """``key_moment [E,E] += sum over tokens of k k^T`` (joint pre-rotary key); ``key_pre [B,L,N,D]``."""
+    rows = key_pre.flatten(2).flatten(0, 1).float()
+    key_moment.add_(rows.T @ rows)
+
+
+# ---- sals::score, sals::select ----------------------------------------------------------------------------------------
+
+
+def _grid(batch: int, heads: int, queries: int, device: torch.device) -> dict[str, Tensor]:
+    return {
+        "b": torch.arange(batch, device=device).view(-1, 1, 1, 1),
+        "h": torch.arange(heads, device=device).view(1, -1, 1, 1),
+        "q": torch.arange(queries, device=device).view(1, 1, -1, 1),
+    }
+
+
+def score(
+    query: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    decoder: Tensor,
+    block_cos: Tensor,
+    block_sin: Tensor,
+    ring_slots: Tensor,
+    slots: Tensor,
+    modifier: str,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    capacity: int,
+    score_rank: int,
+    sinks: int,
+    rotary: str,
+) -> Tensor:
+    """Latent scores of every cached token for every query token: ``[B,L,S]`` fp32, summed over heads.
+
+    ``query [B,L,H,D]`` is rotated (``block_rotary``), or pre-rotary with ``rotary="none"`` (``rope_free``). -inf: not selectable
+    (masked for every head, at or past ``capacity``, or held by the ring, which is always attended). +inf: always selected
+    (the first ``sinks`` slots, and recent tokens that the ring has lost).
+    """
+    batch, queries, heads, dim = query.shape
+    total, kv_heads = codes.shape[1], decoder.shape[1] // dim
+    summed = query.float().unflatten(2, (kv_heads, -1)).sum(3)  # [B,L,N,D]: decoder columns are shared by a group
+    basis = decoder[:score_rank].float().T
+    latent = dequantize_latent(codes[..., :score_rank], scales)
+    if rotary == "none":
+        projected = summed.flatten(2) @ basis
+        scores = projected @ latent.transpose(1, 2)
+    else:
+        unrotated = apply_rotary_transpose(
+            summed.unsqueeze(2),
+            block_cos.float()[:, None, :, None, :],
+            block_sin.float()[:, None, :, None, :],
+            rotary,
+        )
+        projected = unrotated.flatten(3) @ basis  # [B,L,S/BLOCK,Rs]
+        blocks = latent.view(batch, -1, BLOCK, score_rank)
+        scores = (projected.permute(0, 2, 1, 3) @ blocks.transpose(2, 3)).permute(0, 2, 1, 3).reshape(batch, -1, total)
+    kv = torch.arange(total, device=query.device)
+    parsed = Modifier.parse(modifier)
+    selectable = (kv < capacity).view(1, 1, -1)
+    if parsed.masks:
+        indices = _grid(batch, heads, queries, query.device) | {"kv": kv.clamp_max(capacity - 1).view(1, 1, 1, -1)}
+        allowed = evaluate(parsed.mask, indices, tensors, integers).expand(-1, -1, -1, total)
+        allowed = allowed.any(1) if parsed.mask.uses("h") else allowed[:, 0]
+        selectable = selectable & allowed
+    window = ring_slots.shape[1]
+    slots = slots.unsqueeze(-1)
+    in_ring = ring_slots[:, kv % window] == kv  # [P,S]
+    lost = (kv > slots - window) & (kv <= slots)
+    scores = torch.where((kv < sinks) | lost, torch.inf, scores)
+    return torch.where(selectable & ~in_ring.unsqueeze(1), scores, -torch.inf)
+
+
+def select(scores: Tensor, k: int) -> Tensor:
+    """Exact top-``k`` of each row: ``[..., S] fp32 -> [..., k] int32``, indices ascending, padded with -1.
+
+    -inf and NaN are never selected. Ties go to the lower index. Deterministic.
+    """
+    total = scores.shape[-1]
+    scores = torch.where(torch.isnan(scores), -torch.inf, scores) + 0.0  # -0.0 + 0.0 is +0.0: one zero, one rank
+    bits = scores.view(torch.int32).to(torch.int64)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # the order of IEEE floats as integers
+    # One unique key per token, so that top-k has no ties: the score above, the reversed index below.
+    position = torch.arange(total, device=scores.device)
+    keys = (ordered << 32) | (total - 1 - position)
+    kept = torch.topk(keys, min(k, total), dim=-1, sorted=False).values
+    index = total - 1 - (kept & 0xFFFFFFFF)
+    never = (-0x7F800001) << 32  # ordered form of -inf
+    index = torch.where(kept >= never + (1 << 32), index, total)
+    index = torch.sort(index, dim=-1).values
+    index = torch.where(index == total, -1, index).to(torch.int32)
+    return index if k <= total else torch.nn.functional.pad(index, (0, k - total), value=-1)
+
+
+def score_select(
+    query: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    decoder: Tensor,
+    block_cos: Tensor,
+    block_sin: Tensor,
+    ring_slots: Tensor,
+    slots: Tensor,
+    modifier: str,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    capacity: int,
+    score_rank: int,
+    sinks: int,
+    rotary: str,
+    k: int,
+) -> Tensor:
+    """:func:`select` of :func:`score`, in one operator so that kernels can begin the selection while they score."""
+    scores = score(
+        query,
+        codes,
+        scales,
+        decoder,
+        block_cos,
+        block_sin,
+        ring_slots,
+        slots,
+        modifier,
+        tensors,
+        integers,
+        capacity,
+        score_rank,
+        sinks,
+        rotary,
+    )
+    return select(scores, k)
+
+
+# ---- sals::attend, sals::rebuild, dense attention -----------------------------------------------------------------------
+
+
+def rebuild(
+    codes: Tensor,
+    scales: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    decoder: Tensor,
+    head_dim: int,
+    rotary: str,
+) -> Tensor:
+    """Rotated keys from latents and rows of the same tokens: ``[..., R] -> [..., N, D]`` fp32."""
+    key = (dequantize_latent(codes, scales) @ decoder.float()).unflatten(-1, (-1, head_dim))
+    return apply_rotary(key, cos.float().unsqueeze(-2), sin.float().unsqueeze(-2), rotary)
+
+
+def modify(
+    logits: Tensor, kv: Tensor, modifier: str, tensors: Sequence[Tensor], integers: Sequence[int], valid: Tensor | None
+) -> Tensor:
+    """Score modifier, then mask, of ``logits [B,H,L,K]`` at keys ``kv`` (broadcasts to ``[B,H,L,K]``); masked are -inf."""
+    parsed = Modifier.parse(modifier)
+    batch, heads, queries, _ = logits.shape
+    indices = _grid(batch, heads, queries, logits.device) | {"kv": kv, "score": logits}
+    if parsed.modifies:
+        logits = evaluate(parsed.score, indices, tensors, integers)
+    if parsed.masks:
+        allowed = evaluate(parsed.mask, indices, tensors, integers)
+        valid = allowed if valid is None else valid & allowed
+    return logits if valid is None else torch.where(valid, logits, -torch.inf)
+
+
+def softmax(logits: Tensor, sink_logits: Tensor | None, fully_masked: str = "zero") -> Tensor:
+    """Over the last dim of ``[B,H,L,K]``; rows with nothing to attend give zeros. ``sink_logits [H]`` join the denominator."""
+    top = logits.amax(-1, keepdim=True)
+    if sink_logits is not None:
+        top = torch.maximum(top, sink_logits.float().view(1, -1, 1, 1))
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1, keepdim=True)
+    if sink_logits is not None:
+        total = total + torch.exp(sink_logits.float().view(1, -1, 1, 1) - top)
+    return weights / torch.where(total == 0, 1.0, total)
+
+
+def attend(
+    query: Tensor,
+    indices: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    value_codes: Tensor,
+    value_scales: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    ring_slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    decoder: Tensor,
+    value_transform: Tensor,
+    modifier: str,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    scale: float,
+    rotary: str,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Attention of ``query [B,L,H,D]`` (rotated) over the ring and the tokens ``indices [B,L,K]`` (-1: none) -> ``[B,L,H,D]``.
+
+    The selected keys are rebuilt and rotated by their recorded rows; values are dequantised and the value transform is undone
+    on the output.
+    """
+    batch, queries, heads, dim = query.shape
+    kv_heads = decoder.shape[1] // dim
+    groups = heads // kv_heads
+    grouped = query.float().unflatten(2, (kv_heads, groups))  # [B,L,N,G,D]
+    chosen = indices.clamp_min(0).long()
+    key = rebuild(
+        _take(codes, chosen),
+        _take(scales, chosen) if scales.numel() else scales,
+        _take(cos, chosen),
+        _take(sin, chosen),
+        decoder,
+        dim,
+        rotary,
+    )  # [B,L,K,N,D]
+    value = dequantize_values(
+        _take(value_codes, chosen), _take(value_scales, chosen) if value_scales.numel() else value_scales, dim
+    )
+    logits = (grouped @ key.permute(0, 1, 3, 4, 2)) * scale  # [B,L,N,G,K]
+    ring_logits = (grouped.permute(0, 2, 3, 1, 4).flatten(2, 3) @ ring_key.float().permute(0, 2, 3, 1)) * scale
+    ring_logits = ring_logits.unflatten(2, (groups, queries))  # [B,N,G,L,W]
+    ring_kv = ring_slots.clamp_min(0).long()[:, None, None, :]
+    both = torch.cat(
+        (
+            modify(
+                logits.permute(0, 2, 3, 1, 4).flatten(1, 2),
+                chosen.unsqueeze(1),
+                modifier,
+                tensors,
+                integers,
+                (indices >= 0).unsqueeze(1),
+            ),
+            modify(
+                ring_logits.flatten(1, 2), ring_kv, modifier, tensors, integers, (ring_slots >= 0)[:, None, None, :]
+            ),
+        ),
+        dim=-1,
+    )
+    weights = softmax(both, sink_logits).unflatten(1, (kv_heads, groups))  # [B,N,G,L,K+W]
+    count = indices.shape[-1]
+    from_latents = weights[..., :count].permute(0, 3, 1, 2, 4) @ value.permute(0, 1, 3, 2, 4)  # [B,L,N,G,D]
+    from_ring = weights[..., count:].flatten(2, 3) @ ring_value.float().permute(0, 2, 1, 3)  # [B,N,G*L,D]
+    from_ring = from_ring.unflatten(2, (groups, queries)).permute(0, 3, 1, 2, 4)
+    out = from_latents @ value_transform.float().T + from_ring
+    return out.flatten(2, 3).to(query.dtype)
+
+
+def reconstruct(
+    query: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    value_codes: Tensor,
+    value_scales: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    ring_slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    decoder: Tensor,
+    value_transform: Tensor,
+    modifier: str,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    capacity: int,
+    scale: float,
+    rotary: str,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Attention of ``query [B,L,H,D]`` over *every* cached token, all rebuilt: low-rank KV compression without selection."""
+    key, value = materialize(
+        codes,
+        scales,
+        value_codes,
+        value_scales,
+        ring_key,
+        ring_value,
+        ring_slots,
+        cos,
+        sin,
+        decoder,
+        value_transform,
+        capacity,
+        rotary,
+    )
+    return dense_attention(query, key, value, modifier, tensors, integers, scale, sink_logits)
+
+
+def materialize(
+    codes: Tensor,
+    scales: Tensor,
+    value_codes: Tensor,
+    value_scales: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    ring_slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    decoder: Tensor,
+    value_transform: Tensor,
+    capacity: int,
+    rotary: str,
+) -> tuple[Tensor, Tensor]:
+    """Every cached token as dense rotated keys and values ``[B,capacity,N,D]``: exact where the ring holds it, else rebuilt."""
+    dim = ring_key.shape[-1]
+    key = rebuild(
+        codes[:, :capacity],
+        scales[:, :capacity] if scales.numel() else scales,
+        cos[:, :capacity],
+        sin[:, :capacity],
+        decoder,
+        dim,
+        rotary,
+    )
+    stored = value_scales[:, :capacity] if value_scales.numel() else value_scales
+    value = dequantize_values(value_codes[:, :capacity], stored, dim) @ value_transform.float().T
+    kv = torch.arange(capacity, device=codes.device)
+    entry = kv % ring_slots.shape[1]
+    exact = (ring_slots[:, entry] == kv)[:, :, None, None]
+    key = torch.where(exact, ring_key[:, entry].float(), key)
+    value = torch.where(exact, ring_value[:, entry].float(), value)
+    return key.to(ring_key.dtype), value.to(ring_value.dtype)
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    modifier: str,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    scale: float,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """The dense meaning of a site: ``query [B,L,H,D]``, ``key [B,S,N,D]`` (rotated), ``value [B,S,N,Dv]`` -> ``[B,L,H,Dv]``."""
+    kv_heads = key.shape[2]
+    grouped = query.float().unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B,N,G,L,D]
+    logits = (grouped @ key.float().permute(0, 2, 3, 1).unsqueeze(2)) * scale
+    kv = torch.arange(key.shape[1], device=key.device).view(1, 1, 1, -1)
+    logits = modify(logits.flatten(1, 2), kv, modifier, tensors, integers, None)
+    weights = softmax(logits, sink_logits).unflatten(1, (kv_heads, -1))
+    out = weights @ value.float().permute(0, 2, 1, 3).unsqueeze(2)
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
+
+
+# ---- the stateless form: one selection per block of queries -------------------------------------------------------------
+
+
+def block_select(
+    query: Tensor,
+    key_pre: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    encoder: Tensor,
+    decoder: Tensor,
+    modifier: str,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    query_block: int,
+    k: int,
+    sinks: int,
+    recents: int,
+    rotary: str,
+) -> Tensor:
+    """Tokens that each block of queries attends: ``[B, ceil(L/query_block), k]`` int32, ascending, padded with -1.
+
+    ``query [B,L,H,D]`` rotated, ``key_pre [B,S,N,D]``; ``encoder [E,Rs]`` and ``decoder [Rs,E]`` are the score ranks alone. A block's
+    score is that of its mean query. Always selected: the first ``sinks`` keys and the keys within ``recents`` of the block's own
+    (query ``q`` stands at key ``q + S - L``). Never: keys masked for every query and head of the block.
+    """
+    batch, queries, heads, dim = query.shape
+    total, kv_heads = key_pre.shape[1], key_pre.shape[2]
+    blocks = -(-queries // query_block)
+    padding = blocks * query_block - queries
+    summed = query.float().unflatten(2, (kv_heads, -1)).sum(3)
+    summed = torch.nn.functional.pad(summed, (0, 0, 0, 0, 0, padding)).unflatten(1, (blocks, query_block))
+    mean = summed.mean(2)  # [B,Q,N,D]
+    latent = key_pre.flatten(2).float() @ encoder.float()  # [B,S,Rs]
+    basis = decoder.float().T
+    kv = torch.arange(total, device=query.device)
+    if rotary == "none":
+        scores = (mean.flatten(2) @ basis) @ latent.transpose(1, 2)
+    else:
+        key_blocks = -(-total // BLOCK)
+        fill = key_blocks * BLOCK - total
+        rows = [
+            torch.nn.functional.pad(r, (0, 0, 0, fill)).unflatten(1, (key_blocks, BLOCK)) for r in (cos, sin)
+        ]
+        block_cos, block_sin = _block_means(*rows)
+        unrotated = apply_rotary_transpose(
+            mean.unsqueeze(2), block_cos[:, None, :, None, :], block_sin[:, None, :, None, :], rotary
+        )
+        projected = unrotated.flatten(3) @ basis  # [B,Q,S/BLOCK,Rs]
+        latent = torch.nn.functional.pad(latent, (0, 0, 0, fill)).unflatten(1, (key_blocks, BLOCK))
+        scores = projected.transpose(1, 2) @ latent.transpose(2, 3)  # [B,S/BLOCK,Q,BLOCK]
+        scores = scores.transpose(1, 2).flatten(2)[..., :total]
+    first = torch.arange(blocks, device=query.device).unsqueeze(-1) * query_block + (total - queries)
+    near = (kv > first - recents) & (kv < first + query_block + recents)
+    scores = torch.where((kv < sinks) | near, torch.inf, scores)
+    parsed = Modifier.parse(modifier)
+    if parsed.masks:
+        indices = _grid(batch, heads, queries, query.device) | {"kv": kv.view(1, 1, 1, -1)}
+        allowed = evaluate(parsed.mask, indices, tensors, integers)
+        allowed = allowed.expand(-1, -1, queries, total)
+        allowed = torch.nn.functional.pad(allowed, (0, 0, 0, padding)).unflatten(2, (blocks, query_block))
+        scores = torch.where(allowed.any(3).any(1), scores, -torch.inf)
+    return select(scores, k)
+
+
+def block_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    modifier: str,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    query_block: int,
+    scale: float,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Attention of each block of queries over its selected tokens' exact keys: ``[B,L,H,D]``.
+
+    ``query [B,L,H,D]``, ``key [B,S,N,D]`` (rotated), ``value [B,S,N,Dv]``, ``indices [B,Q,K]`` from :func:`block_select`.
+    """
+    batch, queries, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    groups = heads // kv_heads
+    blocks, count = indices.shape[1:]
+    padding = blocks * query_block - queries
+    padded = torch.nn.functional.pad(query.float(), (0, 0, 0, 0, 0, padding))
+    padded = padded.view(batch, blocks, query_block, kv_heads, groups, dim).permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
+    chosen = indices.clamp_min(0).long()
+    keys = _take(key.float(), chosen).permute(0, 1, 3, 4, 2)  # [B,Q,N,D,K]
+    values = _take(value.float(), chosen).permute(0, 1, 3, 2, 4)  # [B,Q,N,K,Dv]
+    logits = ((padded @ keys) * scale).unflatten(3, (groups, query_block))  # [B,Q,N,G,Lq,K]
+    logits = logits.permute(0, 2, 3, 1, 4, 5).reshape(batch, heads, blocks * query_block, count)
+    per_query = chosen.unsqueeze(2).expand(-1, -1, query_block, -1).flatten(1, 2)  # [B,L,K]
+    valid = (indices >= 0).unsqueeze(2).expand(-1, -1, query_block, -1).flatten(1, 2).unsqueeze(1)
+    logits, valid, per_query = logits[:, :, :queries], valid[:, :, :queries], per_query[:, :queries]
+    weights = softmax(modify(logits, per_query.unsqueeze(1), modifier, tensors, integers, valid), sink_logits)
+    weights = torch.nn.functional.pad(weights, (0, 0, 0, padding))
+    weights = weights.view(batch, kv_heads, groups, blocks, query_block, count).permute(0, 3, 1, 2, 4, 5)
+    out = (weights.flatten(3, 4) @ values).unflatten(3, (groups, query_block))  # [B,Q,N,G,Lq,Dv]
+    out = out.permute(0, 1, 4, 2, 3, 5).reshape(batch, blocks * query_block, heads, value.shape[-1])
+    return out[:, :queries].to(query.dtype)

@@ -1,0 +1,1 @@
+"""FX graph to FX graph: each file one pass. Imports ``kernels`` and ``config``, nothing else of ours."""

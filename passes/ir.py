@@ -1,0 +1,195 @@
+"""The records that passes hand to each other: what an attention site computes, freed of how the model spelled it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..kernels.index_expr import Modifier
+from .graph import Layout
+
+
+class Mismatch(Exception):
+    """A pattern does not hold here: why, and at which node. Caught by the matcher and reported as the nearest miss."""
+
+    def __init__(self, reason: str, node: Node | None = None, depth: int = 0) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.node = node
+        self.depth = depth
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of the graph and how its dims map to ``[B, S, N, D]`` (``layout``); ``factor`` multiplies it."""
+
+    node: Node
+    layout: Layout
+    factor: float = 1.0
+
+    def read(self, get: Callable[[Node], Any]) -> Any:
+        """The operand in ``[B, S, N, D]`` form; ``get`` gives a node's value (a tensor, or an FX proxy while rewriting)."""
+        value = self.layout.to_roles(get(self.node))
+        return value if self.factor == 1.0 else torch.ops.aten.mul.Tensor(value, self.factor)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """``rotated = Rot(cos, sin) source`` on the first ``dim`` dims of each head, in the form named (``kernels.reference``)."""
+
+    form: str
+    source: Operand
+    cos: Operand
+    sin: Operand
+    dim: int
+    #: cos/sin hold one column per pair (complex spelling) rather than one per dim
+    pairs: bool = False
+
+
+@dataclass(frozen=True)
+class CacheWrite:
+    """A static buffer updated by this call: ``buffer[slots] = new`` and read whole by the site."""
+
+    buffer: Node
+    update: Node
+    new: Node
+    slots: Node
+    #: slots are [L] (shared by the batch) or [B, L]
+    slots_dim: int
+    capacity: int
+    #: how the buffer's dims map to [B, S, N, D]
+    layout: Layout
+    #: keys attended are ``buffer[:read]`` (a literal or a symbolic integer of the graph); None: the whole buffer
+    read: Node | int | None = None
+    #: ``copy_`` nodes that store the update back
+    stores: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The linear map that made the keys: ``k = norm(x) @ weight^T + bias``. Nodes are graph inputs (parameters)."""
+
+    weight: Node
+    bias: Node | None = None
+    norm: Node | None = None
+    #: rows of ``weight`` that make the keys, when the projection is fused
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention computation. ``query`` is rotated; ``key``/``value`` are the tokens of this call, or all of a call without cache."""
+
+    name: str
+    output: Node
+    output_layout: Layout
+    anchor: Node
+    query: Operand
+    key: Operand
+    value: Operand
+    scale: float
+    modifier: Modifier
+    modifier_tensors: tuple[Node, ...]
+    modifier_integers: tuple[Node | int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    key_rotary: Rotary | None = None
+    query_rotary: Rotary | None = None
+    key_cache: CacheWrite | None = None
+    value_cache: CacheWrite | None = None
+    projection: Projection | None = None
+    sink_logits: Node | None = None
+    #: nodes of the dense computation, anchor to output, for reports
+    interior: tuple[Node, ...] = ()
+
+    @property
+    def joint_width(self) -> int:
+        """``E = N*D``."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def key_pre(self) -> Operand:
+        """The pre-rotary key (the key itself where nothing rotates it)."""
+        return self.key if self.key_rotary is None else self.key_rotary.source
+
+    @property
+    def query_pre(self) -> Operand:
+        """The pre-rotary query."""
+        return self.query if self.query_rotary is None else self.query_rotary.source
+
+    @property
+    def rotary_form(self) -> str:
+        return "none" if self.key_rotary is None else self.key_rotary.form
+
+    @property
+    def rotary_dim(self) -> int:
+        return 0 if self.key_rotary is None else self.key_rotary.dim
+
+    @property
+    def cached(self) -> bool:
+        return self.key_cache is not None
+
+    @property
+    def born(self) -> bool:
+        """Whether the graph creates the cache itself and returns it."""
+        return self.key_cache is not None and self.key_cache.buffer.op != "placeholder"
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A site left as it was: why, what would make it match, and the node that failed."""
+
+    name: str
+    anchor: str
+    reason: str
+    remedy: str = ""
+    node: str = ""
+    depth: int = 0
+
+
+@dataclass
+class SitePlan:
+    """What becomes of one site: ``action`` is ``sals``, ``reconstruct``, ``exact`` or ``dense``."""
+
+    site: AttentionSite
+    action: str
+    reason: str
+    rank: int = 0
+    score_rank: int = 0
+    verified_error: float | None = None
+
+
+@dataclass
+class MatchResult:
+    """What ``match`` found in a graph."""
+
+    sites: list[AttentionSite] = field(default_factory=list)
+    declined: list[Declined] = field(default_factory=list)
+
+
+def module_path(node: Node) -> str:
+    """The module that a node comes from (``model.layers.3.self_attn``), or the node's own name where none is recorded."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    entries: Sequence[Any] = list(stack.values())
+    if not entries:
+        return node.name
+    path = entries[-1][0] if isinstance(entries[-1], (tuple, list)) else str(entries[-1])
+    return clean_path(str(path)) or node.name
+
+
+def clean_path(path: str) -> str:
+    """Dynamo's spelling of a module (``L['args'][0]._modules['model'].layers['3']``) as the user knows it."""
+    for prefix in ("L['self'].", "L['args'][0].", "L['fn'].", "L['self']", "L['args'][0]", "L['fn']"):
+        if path.startswith(prefix):
+            path = path[len(prefix) :]
+            break
+    for old, new in (("._modules['", "."), ("_modules['", ""), ("['", "."), ("']", ""), ("[", "."), ("]", "")):
+        path = path.replace(old, new)
+    return path.strip(".")

@@ -1,0 +1,81 @@
+"""Head grouping: which axes of the operands are batch, KV heads and query heads of a group.
+
+A grouped key reaches the product either broadcast (``repeat_kv``: expand and reshape; 5-D broadcast) or as it is, with ``enable_gqa``. Both
+are read from the traced axes: a broadcast axis inside the head axis is the group ``G``; head counts come from shapes, never from a config.
+"""
+
+from __future__ import annotations
+
+from ..graph import Atom, Dims, ViewTrace, is_one, same
+from ..ir import Mismatch
+
+
+def refine(left: ViewTrace, left_atoms: list[Atom], right: ViewTrace, right_atoms: list[Atom]) -> list[tuple[Atom, Atom]]:
+    """Split the two lists of factors of one axis until they pair up; size-one factors pair with nothing and are dropped.
+
+    Raises :class:`Mismatch` when the sizes cannot be aligned.
+    """
+    pairs: list[tuple[Atom, Atom]] = []
+    a = [x for x in left_atoms if not is_one(x.size)]
+    b = [x for x in right_atoms if not is_one(x.size)]
+    while a and b:
+        x, y = a.pop(0), b.pop(0)
+        if same(x.size, y.size):
+            pairs.append((x, y))
+        elif isinstance(x.size, int) and isinstance(y.size, int) and x.size % y.size == 0:
+            outer, inner = left.split(x, y.size, x.size // y.size)
+            a.insert(0, inner)
+            pairs.append((outer, y))
+        elif isinstance(x.size, int) and isinstance(y.size, int) and y.size % x.size == 0:
+            outer, inner = right.split(y, x.size, y.size // x.size)
+            b.insert(0, inner)
+            pairs.append((x, outer))
+        else:
+            raise Mismatch("batch and head axes of query and key do not line up")
+    if a or b:
+        raise Mismatch("batch and head axes of query and key do not line up")
+    return pairs
+
+
+def split_batch(query: ViewTrace, query_axis: list[Atom], key: ViewTrace, key_axis: list[Atom], batch_first: bool):
+    """Roles of a merged batch axis (``bmm``): ``(query B, query H, key B, key N)`` as lists of atoms.
+
+    With ``batch_first`` the outermost factor is the batch (also when its size is one); what follows are heads, of which the ones that
+    are broadcast in the key form the group.
+    """
+    explicit = len(query_axis) > 1 or len(key_axis) > 1
+    lead_query = bool(query_axis) and is_one(query_axis[0].size)
+    lead_key = bool(key_axis) and is_one(key_axis[0].size)
+    pairs = refine(query, query_axis, key, key_axis)
+    batch: list[tuple[Atom, Atom]] = []
+    if batch_first and pairs and not (explicit and (lead_query or lead_key)):
+        batch = pairs[:1]
+        pairs = pairs[1:]
+    return (
+        [q for q, _ in batch],
+        [q for q, _ in pairs],
+        [k for _, k in batch],
+        group_heads([k for _, k in pairs]),
+    )
+
+
+def group_heads(axis: list[Atom]) -> list[Atom]:
+    """The KV-head factors of a key's head axis: its broadcast (group) factors must be innermost. Raises :class:`Mismatch`."""
+    heads = [a for a in axis if not is_one(a.size)]
+    kept = [a for a in heads if not a.broadcast]
+    if heads[: len(kept)] != kept:
+        raise Mismatch("KV heads are tiled (h = g * N + n), not repeated in groups")
+    return kept
+
+
+def product(atoms: list[Atom]):
+    """Size of an axis from its factors."""
+    size = 1
+    for atom in atoms:
+        size = size * atom.size
+    return size
+
+
+def find_axis(dims: Dims, atom: Atom) -> int:
+    """The dim that holds ``atom``, or -1."""
+    return next((i for i, d in enumerate(dims) if atom in d), -1)

@@ -1,0 +1,278 @@
+"""Sites to ``sals`` operators: the dense attention goes out of the graph, state comes in as extra inputs.
+
+A graph is rewritten once per *variant* (``runtime.py`` picks one per call): ``dense`` keeps attention as it was and only records what a later
+import needs (rotary rows, query moments); ``sparse`` attends through the latents. Extra inputs are described by :class:`StateInput`, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
+
+from ..config import SalsConfig
+from ..kernels import ops
+from .ir import AttentionSite, SitePlan
+from .plan import near_tokens
+from .verify import rotary_rows, site_slots
+
+LATENT_FIELDS = ("codes", "scales", "value_codes", "value_scales", "ring_key", "ring_value")
+BASIS_FIELDS = ("encoder", "decoder", "value_transform")
+ROW_FIELDS = ("cos", "sin", "block_cos", "block_sin", "ring_slots")
+
+
+@dataclass(frozen=True)
+class StateInput:
+    """One extra input: ``field`` of the state of ``owner`` (a site's index, or a row group's)."""
+
+    kind: str  # "latent" | "basis" | "rows" | "query_moment" | "key_moment"
+    owner: int
+    field: str
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Sites that rotate by the same cos/sin at the same slots share their recorded rows."""
+
+    index: int
+    sites: tuple[int, ...]
+
+
+@dataclass
+class Rewritten:
+    """A variant: the graph, its extra inputs in order, and how many sites run through ``sals`` operators."""
+
+    gm: GraphModule
+    inputs: list[StateInput]
+    sites: int
+
+
+def row_groups(plans: Sequence[SitePlan]) -> list[RowGroup]:
+    """Cached sites by what their rows depend on: the cos, sin and slot nodes (and how they are laid out)."""
+    groups: dict[Any, list[int]] = {}
+    for index, entry in enumerate(plans):
+        site = entry.site
+        if not site.cached or entry.action == "dense":
+            continue
+        assert site.key_cache is not None
+        rows: tuple[Any, ...] = ()
+        if site.key_rotary is not None:
+            rotary = site.key_rotary
+            rows = (rotary.form, *((o.node, o.layout) for o in (rotary.cos, rotary.sin)))
+        groups.setdefault((rows, site.key_cache.slots, site.key_cache.capacity), []).append(index)
+    return [RowGroup(i, tuple(members)) for i, members in enumerate(groups.values())]
+
+
+class _Writer:
+    """Emits nodes before a point of a copied graph; knows the copies of the original nodes."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.graph = Graph()
+        self.copies: dict[Node, Node] = {}
+        output = self.graph.graph_copy(gm.graph, self.copies)
+        self.graph.output(output)
+        source = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+        next(n for n in reversed(self.graph.nodes) if n.op == "output").meta = dict(source.meta)
+        self.tracer = GraphAppendingTracer(self.graph)
+        self.inputs: list[StateInput] = []
+        self.state: dict[StateInput, Node] = {}
+        self.last_input = [n for n in self.graph.nodes if n.op == "placeholder"][-1:]
+
+    def get(self, node: Node) -> Proxy:
+        return Proxy(self.copies[node], self.tracer)
+
+    def input(self, kind: str, owner: int, field: str) -> Proxy:
+        """The extra input for a piece of state, made when first asked for."""
+        key = StateInput(kind, owner, field)
+        if key not in self.state:
+            first = next(iter(self.graph.nodes))
+            anchor = self.last_input[0] if self.last_input else None
+            with self.graph.inserting_after(anchor) if anchor is not None else self.graph.inserting_before(first):
+                node = self.graph.placeholder(f"sals_{kind}_{owner}_{field}")
+            self.last_input = [node]
+            self.state[key] = node
+            self.inputs.append(key)
+        return Proxy(self.state[key], self.tracer)
+
+    def call(self, name: str, *args: Any) -> Any:
+        return ops.operator(name)(*args)
+
+    def finish(self, gm: GraphModule, sites: int) -> Rewritten:
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        result = GraphModule(gm, self.graph)
+        result.meta = dict(gm.meta)
+        return Rewritten(result, self.inputs, sites)
+
+
+def _modifier(site: AttentionSite, get: Callable[[Node], Any]) -> tuple[str, list[Any], list[Any]]:
+    integers = [get(i) if isinstance(i, Node) else i for i in site.modifier_integers]
+    return site.modifier.serialized, [get(t) for t in site.modifier_tensors], integers
+
+
+def _sinks(site: AttentionSite, get: Callable[[Node], Any]) -> Any:
+    return None if site.sink_logits is None else get(site.sink_logits)
+
+
+def _record_rows(writer: _Writer, group: RowGroup, site: AttentionSite) -> None:
+    rows = [writer.input("rows", group.index, f) for f in ROW_FIELDS]
+    slots = site_slots(site, writer.get)
+    new = rotary_rows(site, writer.get) if site.key_rotary is not None else (rows[0][:, :0], rows[1][:, :0])
+    writer.call("record_rows", *rows, *new, slots)
+
+
+def _point(writer: _Writer, site: AttentionSite) -> Any:
+    return writer.graph.inserting_before(writer.copies[site.output])
+
+
+def rewrite_dense(gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[RowGroup], observe: bool) -> Rewritten:
+    """Attention as it was; rows are recorded and, with ``observe``, query moments (and key moments where no cache holds the keys)."""
+    writer = _Writer(gm)
+    started: set[int] = set()
+    for index, entry in enumerate(plans):
+        site = entry.site
+        if entry.action == "dense":
+            continue
+        with _point(writer, site):
+            for group in groups:
+                if index in group.sites and group.index not in started:
+                    started.add(group.index)
+                    _record_rows(writer, group, site)
+            if observe and entry.action != "exact":
+                writer.call("observe", writer.input("query_moment", index, "moment"), site.query_pre.read(writer.get))
+                if not site.cached:
+                    writer.call("observe_keys", writer.input("key_moment", index, "moment"), site.key_pre.read(writer.get))
+    return writer.finish(gm, 0)
+
+
+def rewrite_sparse(gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[RowGroup], config: SalsConfig) -> Rewritten:
+    """Every planned site through ``sals`` operators. Dense cache writes stay: the dense buffer mirrors the latents."""
+    writer = _Writer(gm)
+    started: set[int] = set()
+    encoded: set[Node] = set()
+    count = 0
+    for index, entry in enumerate(plans):
+        if entry.action == "dense":
+            continue
+        site = entry.site
+        output = writer.copies[site.output]
+        with _point(writer, site):
+            if site.cached:
+                group = next(g for g in groups if index in g.sites)
+                if group.index not in started:
+                    started.add(group.index)
+                    _record_rows(writer, group, site)
+                result = _cached(writer, index, entry, group, config, encoded)
+            else:
+                result = _stateless(writer, index, entry, config)
+            result = site.output_layout.from_roles(result)
+        result.node.meta = dict(site.output.meta)
+        output.replace_all_uses_with(result.node)
+        count += 1
+    return writer.finish(gm, count)
+
+
+def _cached(
+    writer: _Writer, index: int, entry: SitePlan, group: RowGroup, config: SalsConfig, encoded: set[Node]
+) -> Any:
+    """encode, score, select, attend (or reconstruct) of one site with a cache."""
+    site, get = entry.site, writer.get
+    cache = site.key_cache
+    assert cache is not None
+    latents = [writer.input("latent", index, f) for f in LATENT_FIELDS]
+    encoder, decoder, transform = (writer.input("basis", index, f) for f in BASIS_FIELDS)
+    cos, sin, block_cos, block_sin, ring_slots = (writer.input("rows", group.index, f) for f in ROW_FIELDS)
+    slots = site_slots(site, get)
+    query = site.query.read(get)
+    if cache.buffer not in encoded:  # layers that share one cache write it once
+        encoded.add(cache.buffer)
+        key = site.key.read(get)
+        writer.call("encode", *latents, site.key_pre.read(get), key, site.value.read(get), encoder, transform, slots)
+    modifier = _modifier(site, get)
+    stored = [*latents, ring_slots]
+    if entry.action == "reconstruct":
+        return writer.call(
+            "reconstruct",
+            query,
+            *stored,
+            cos,
+            sin,
+            decoder,
+            transform,
+            *modifier,
+            cache.capacity,
+            site.scale,
+            site.rotary_form,
+            _sinks(site, get),
+        )
+    free = config.scoring == "rope_free" and site.query_rotary is not None
+    scores = writer.call(
+        "score",
+        site.query_pre.read(get) if free else query,
+        latents[0],
+        latents[1],
+        decoder,
+        block_cos,
+        block_sin,
+        ring_slots,
+        slots,
+        *modifier,
+        cache.capacity,
+        entry.score_rank,
+        config.sinks,
+        "none" if free else site.rotary_form,
+    )
+    count = cache.capacity if entry.action == "exact" else config.budget - config.recents
+    chosen = writer.call("select", scores, count)
+    return writer.call(
+        "attend",
+        query,
+        chosen,
+        *stored,
+        cos,
+        sin,
+        decoder,
+        transform,
+        *modifier,
+        site.scale,
+        site.rotary_form,
+        _sinks(site, get),
+    )
+
+
+def _stateless(writer: _Writer, index: int, entry: SitePlan, config: SalsConfig) -> Any:
+    """One selection per block of queries over the call's own keys, attended exactly."""
+    site, get = entry.site, writer.get
+    query, key, value = site.query.read(get), site.key.read(get), site.value.read(get)
+    modifier = _modifier(site, get)
+    if entry.action == "exact":
+        return writer.call("dense_attention", query, key, value, *modifier, site.scale, _sinks(site, get))
+    key_pre = site.key_pre.read(get)
+    if site.key_rotary is not None:
+        cos, sin = rotary_rows(site, get)
+    else:
+        cos = sin = key_pre[:, :0, 0, :0]
+    encoder = writer.input("basis", index, "encoder")[:, : entry.score_rank]
+    decoder = writer.input("basis", index, "decoder")[: entry.score_rank]
+    free = config.scoring == "rope_free" and site.query_rotary is not None
+    chosen = writer.call(
+        "block_select",
+        site.query_pre.read(get) if free else query,
+        key_pre,
+        cos,
+        sin,
+        encoder,
+        decoder,
+        *modifier,
+        config.query_block,
+        config.budget,
+        config.sinks,
+        near_tokens(config),
+        "none" if free else site.rotary_form,
+    )
+    return writer.call(
+        "block_attend", query, key, value, chosen, *modifier, config.query_block, site.scale, _sinks(site, get)
+    )

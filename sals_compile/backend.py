@@ -1,0 +1,169 @@
+"""``torch.compile(model, backend="sals")``: a Dynamo graph in, a callable out. This file reads as the table of passes.
+
+anchor (Dynamo graph) -> trace (AOT, functional ATen) -> canonicalize -> match -> verify -> plan -> rewrite and lower (``runtime.py``, once per
+variant, when first needed).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .config import OptionError, SalsConfig
+from .passes.anchor import anchor
+from .passes.canonicalize import canonicalize
+from .passes.ir import Declined
+from .passes.match.attention import match_graph
+from .passes.plan import plan
+from .passes.rewrite import row_groups
+from .passes.verify import verify
+from .report import GraphReport, record
+from .runtime import CompiledGraph, Registry
+
+log = logging.getLogger("sals_compile")
+
+_registries: dict[str, Registry] = {}
+_training_noticed = False
+
+
+class DeclinedError(RuntimeError):
+    """Raised under ``on_decline="error"``: lists every declined site with its reason."""
+
+
+def registry_for(config: SalsConfig) -> Registry:
+    """State is shared by all graphs compiled with the same options (prefill and decode of one model)."""
+    ignored = ("lowering", "inductor", "cudagraphs", "on_decline")
+    facts = {k: v for k, v in vars(config).items() if k not in ignored}
+    key = repr(sorted((k, id(v) if k == "calibration" and not isinstance(v, str) else v) for k, v in facts.items()))
+    return _registries.setdefault(key, Registry())
+
+
+def sals(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend that ``torch.compile`` calls with each graph that Dynamo traced.
+
+    ``options`` are those of :class:`sals_compile.SalsConfig`; ``mode`` keeps torch.compile's meaning (Inductor's modes). Raises
+    :class:`sals_compile.OptionError` for a bad option and, under ``on_decline="error"``, :class:`DeclinedError`.
+    """
+    config = load_calibration(SalsConfig.from_options(options))
+    if torch.is_grad_enabled() and any(isinstance(i, Tensor) and i.requires_grad for i in example_inputs):
+        return _dense_for_training(gm, example_inputs, config, mode)
+    anchor(gm)
+    return compile_anchored(gm, example_inputs, config, mode)
+
+
+def load_calibration(config: SalsConfig) -> SalsConfig:
+    """Replace a calibration's path by the calibration."""
+    if not isinstance(config.calibration, str):
+        return config
+    import dataclasses
+
+    from .calibrate import Calibration
+
+    return dataclasses.replace(config, calibration=Calibration.load(config.calibration))
+
+
+def compile_anchored(
+    gm: GraphModule, example_inputs: Sequence[Any], config: SalsConfig, mode: str | None
+) -> Callable[..., Any]:
+    """Trace and compile an anchored Dynamo graph for inference."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    built: list[CompiledGraph] = []
+
+    def inference_compiler(traced: GraphModule, fakes: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        compiled = compile_traced(traced, example_inputs, config, mode)
+        built.append(compiled)
+        return compiled
+
+    with torch.no_grad():
+        run = aot_module_simplified(
+            gm,
+            list(example_inputs),
+            fw_compiler=inference_compiler,
+            inference_compiler=inference_compiler,
+            keep_inference_input_mutations=True,
+        )
+    if not built:
+        return run
+    compiled = built[0]
+
+    def call(*args: Any) -> Any:
+        compiled.inspect(args)
+        outputs = run(*args)
+        compiled.settle()
+        return outputs
+
+    return call
+
+
+def compile_traced(
+    traced: GraphModule, example_inputs: Sequence[Any], config: SalsConfig, mode: str | None
+) -> CompiledGraph:
+    """The passes, on a functional ATen graph whose inputs are ``example_inputs`` in order."""
+    timings: dict[str, float] = {}
+
+    def timed(name: str, run: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = run()
+        timings[name] = time.perf_counter() - start
+        return result
+
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    aligned = len(placeholders) == len(example_inputs)
+    example = dict(zip(placeholders, example_inputs, strict=True)) if aligned else {}
+    timed("canonicalize", lambda: canonicalize(traced))
+    matched = timed("match", lambda: match_graph(traced))
+    errors, failed = timed("verify", lambda: verify(matched.sites, example))
+    declined = [*matched.declined, *failed]
+    refused = {d.name for d in failed}
+    sites = [s for s in matched.sites if s.name not in refused]
+    if not aligned:
+        declined += [Declined(s.name, "inputs", "graph inputs alias each other, so buffers cannot be told apart") for s in sites]
+        sites = []
+    if declined and config.on_decline == "error":
+        lines = "\n".join(f"  {d.name}: {d.reason}" for d in declined)
+        raise DeclinedError(f"on_decline='error' and {len(declined)} attention sites were declined:\n{lines}")
+    plans = timed("plan", lambda: plan(sites, config, errors))
+    groups = row_groups(plans)
+    compiled = CompiledGraph(traced, plans, groups, config, registry_for(config), example, mode)
+    record(GraphReport(compiled, plans, declined, config, timings))
+    return compiled
+
+
+def _dense_for_training(
+    gm: GraphModule, example_inputs: Sequence[Any], config: SalsConfig, mode: str | None
+) -> Callable[..., Any]:
+    """Under autograd the graph stays dense, compiled as plain torch.compile would; said once."""
+    global _training_noticed
+    if not _training_noticed:
+        _training_noticed = True
+        warnings.warn(
+            "backend='sals' is for inference: gradients are required here, so attention stays dense. Call the model under "
+            "torch.no_grad() or torch.inference_mode().",
+            stacklevel=2,
+        )
+    if config.lowering != "inductor":
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return aot_eager(gm, list(example_inputs))
+    import torch._inductor
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = dict(torch._inductor.list_mode_options(mode)) if mode else {}
+    return compile_fx(gm, list(example_inputs), config_patches=patches | dict(config.inductor))
+
+
+__all__ = ["DeclinedError", "OptionError", "sals"]

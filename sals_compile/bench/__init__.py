@@ -1,0 +1,1 @@
+"""Real models and real text to measure on, and the measurements themselves."""

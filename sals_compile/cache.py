@@ -1,0 +1,257 @@
+"""State: what an adopted KV cache holds besides its dense buffers, and what a model's sites have learnt (moments, bases).
+
+An :class:`AdoptedCache` belongs to one set of static KV buffers and is found again by their storage, so that the graphs of prefill and decode
+share it, two caches of one model never mix, and it goes when the buffers go. A :class:`SiteMemory` belongs to one attention site of
+one model and outlives caches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .basis import Basis, pca, query_weighted, relative_rows, weights
+from .config import SalsConfig
+from .kernels import reference
+from .passes.ir import AttentionSite, SitePlan
+
+log = logging.getLogger("sals_compile")
+
+BLOCK = reference.BLOCK
+
+#: Distances, log-spaced up to the context, over which the query moment is averaged.
+DISTANCES = 64
+
+
+def padded(capacity: int) -> int:
+    """Slots of latent storage for ``capacity`` tokens: whole blocks."""
+    return -(-capacity // BLOCK) * BLOCK
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of a tensor's storage, as long as it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+class StorageDict:
+    """A dictionary keyed by tensor storage that forgets entries whose storage was freed."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[StorageWeakRef, Any]] = {}
+
+    def get(self, tensor: Tensor) -> Any:
+        entry = self._entries.get(storage_key(tensor))
+        if entry is None or entry[0].expired():
+            return None
+        return entry[1]
+
+    def set(self, tensor: Tensor, value: Any) -> None:
+        for key in [k for k, (ref, _) in self._entries.items() if ref.expired()]:
+            del self._entries[key]
+        self._entries[storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), value)
+
+    def values(self) -> list[Any]:
+        """Entries whose storage lives."""
+        return [v for ref, v in self._entries.values() if not ref.expired()]
+
+
+@dataclass
+class Rows:
+    """Rotary rows by slot, shared by the sites of one row group (fields: ``kernels.reference``, section storage)."""
+
+    cos: Tensor
+    sin: Tensor
+    block_cos: Tensor
+    block_sin: Tensor
+    ring_slots: Tensor
+
+    @staticmethod
+    def allocate(site: AttentionSite, batch: int, capacity: int, config: SalsConfig, device: torch.device) -> Rows:
+        slots, dim = padded(capacity), site.rotary_dim
+        dtype = torch.float32 if site.key_rotary is None else site.key_rotary.cos.node.meta["val"].dtype
+        window = min(config.recents, capacity)
+
+        def rows(count: int, kind: torch.dtype) -> Tensor:
+            return torch.zeros((batch, count, dim), dtype=kind, device=device)
+
+        return Rows(
+            rows(slots, dtype),
+            rows(slots, dtype),
+            rows(slots // BLOCK, torch.float32),
+            rows(slots // BLOCK, torch.float32),
+            torch.full((batch, window), -1, dtype=torch.int32, device=device),
+        )
+
+    def forget(self) -> None:
+        """No slot is known any more."""
+        for tensor in (self.cos, self.sin, self.block_cos, self.block_sin):
+            tensor.zero_()
+        self.ring_slots.fill_(-1)
+
+    def written(self) -> Tensor:
+        """Slots whose rows were recorded in every position batch: ``[S]`` bool."""
+        return ((self.cos != 0) | (self.sin != 0)).any(-1).all(0)
+
+
+@dataclass
+class Latents:
+    """The compressed tokens of one site (fields: ``kernels.reference``, section storage)."""
+
+    codes: Tensor
+    scales: Tensor
+    value_codes: Tensor
+    value_scales: Tensor
+    ring_key: Tensor
+    ring_value: Tensor
+
+    @staticmethod
+    def allocate(plan: SitePlan, batch: int, capacity: int, config: SalsConfig, device: torch.device) -> Latents:
+        site, slots = plan.site, padded(capacity)
+        heads, dim, dtype = site.kv_heads, site.head_dim, site.dtype
+        window = min(config.recents, capacity)
+        exact = plan.action == "exact"
+        latent_bits = 16 if exact else config.latent_bits
+        value_bits = 16 if exact else config.value_bits
+
+        def zeros(shape: Sequence[int], kind: torch.dtype) -> Tensor:
+            return torch.zeros(tuple(shape), dtype=kind, device=device)
+
+        quantized = value_bits < 16
+        group = reference.value_group(dim)
+        return Latents(
+            zeros((batch, slots, plan.rank), torch.int8 if latent_bits == 8 else dtype),
+            zeros((batch, slots) if latent_bits == 8 else (0,), torch.float16),
+            zeros((batch, slots, heads, dim * value_bits // 8 if quantized else dim), torch.uint8 if quantized else dtype),
+            zeros((batch, slots, heads, dim // group, 2) if quantized else (0,), torch.float16),
+            zeros((batch, window, heads, dim), dtype),
+            zeros((batch, window, heads, dim), dtype),
+        )
+
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in vars(self).values())
+
+
+@dataclass
+class SiteMemory:
+    """What one site of one model has learnt: moments of its queries and keys, and the basis made from them."""
+
+    query_moment: Tensor | None = None
+    key_moment: Tensor | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    basis: Basis | None = None
+
+    def moment(self, site: AttentionSite, kind: str, device: torch.device) -> Tensor:
+        """The accumulator that ``observe`` (``kind="query_moment"``) or ``observe_keys`` adds to."""
+        if getattr(self, kind) is None:
+            query = kind == "query_moment"
+            shape = (site.kv_heads, site.head_dim, site.head_dim) if query else (site.joint_width,) * 2
+            setattr(self, kind, torch.zeros(shape, dtype=torch.float32, device=device))
+        return getattr(self, kind)
+
+    def install(self, basis: Basis | None, plan: SitePlan, config: SalsConfig, device: torch.device) -> None:
+        """Make the tensors that the graph takes: ``encoder``, ``decoder``, ``value_transform``."""
+        site = plan.site
+        kind = torch.float32 if device.type == "cpu" else site.dtype
+        width = site.joint_width
+        if plan.action == "exact":
+            encoder = decoder = torch.eye(width)
+        else:
+            assert basis is not None
+            encoder, decoder = basis.encoder, basis.decoder
+        plain = plan.action == "exact" or config.value_transform == "none" or config.value_bits == 16
+        dim = site.head_dim
+        transform = torch.eye(dim) if plain else reference.hadamard(dim)
+        self.basis = basis
+        self.tensors = {
+            "encoder": encoder.to(device=device, dtype=kind).contiguous(),
+            "decoder": decoder.to(device=device, dtype=kind).contiguous(),
+            "value_transform": transform.to(device=device, dtype=kind).contiguous(),
+        }
+
+
+def make_basis(memory: SiteMemory, plan: SitePlan, config: SalsConfig, rows: Rows | None, projection: Any) -> Basis:
+    """The site's basis by ``config.basis`` from what was observed. ``projection``: ``(weight, norm weight or None)`` or None."""
+    site, rank = plan.site, plan.rank
+    if config.basis == "weights" and projection is not None:
+        return weights(projection[0], projection[1], rank)
+    assert memory.key_moment is not None
+    if config.basis == "query_weighted" and memory.query_moment is not None:
+        relative = None
+        if rows is not None and site.key_rotary is not None:
+            known = rows.written().nonzero().flatten()
+            relative = relative_rows(rows.cos[0][known].float(), rows.sin[0][known].float(), site.rotary_form, DISTANCES)
+        return query_weighted(memory.key_moment, memory.query_moment, relative, site.rotary_form, rank)
+    return pca(memory.key_moment, rank)
+
+
+class AdoptedCache:
+    """The state beside one set of static KV buffers.
+
+    ``phase`` is ``"dense"`` (the buffers alone are up to date) or ``"sparse"`` (latents are as well). ``tokens`` is an upper bound of the tokens
+    cached, counted on the host. ``versions`` are the buffers' version counters after our last call: any other writer changes them.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], rows: Sequence[Rows], rows_of: dict[int, Rows]) -> None:
+        self.phase = "dense"
+        self.tokens = 0
+        self.rows = list(rows)
+        self.rows_of = rows_of
+        self.latents: dict[int, Latents] = {}
+        self.keys = {storage_key(b) for b in buffers}
+        self.versions: list[int] | None = None
+        self.refused = ""
+
+    def touched(self, buffers: Sequence[Tensor]) -> bool:
+        """Whether somebody else wrote to the buffers since our last call."""
+        return self.versions is not None and self.versions != [b._version for b in buffers]
+
+    def record_versions(self, buffers: Sequence[Tensor]) -> None:
+        self.versions = [b._version for b in buffers]
+
+    def forget(self) -> None:
+        """The buffers' contents are no longer what we wrote."""
+        self.phase, self.tokens, self.refused = "dense", 0, ""
+        for rows in self.rows:
+            rows.forget()
+
+    def nbytes(self) -> int:
+        """Bytes of latents, codes, rings and rows."""
+        shared = sum(t.nbytes for r in self.rows for t in vars(r).values())
+        return shared + sum(latent.nbytes() for latent in self.latents.values())
+
+
+def pre_rotary_keys(site: AttentionSite, key: Tensor, rows: Rows, slots: Tensor) -> Tensor:
+    """Stored keys ``[B, n, N, D]`` of ``slots [n]``, un-rotated by the rows recorded when they were written."""
+    if site.key_rotary is None:
+        return key
+    cos, sin = rows.cos[:, slots].float().unsqueeze(2), rows.sin[:, slots].float().unsqueeze(2)
+    return reference.invert_rotary(key.float(), cos, sin, site.rotary_form)
+
+
+def import_dense(
+    plan: SitePlan, key: Tensor, value: Tensor, rows: Rows, latents: Latents, memory: SiteMemory, slots: Tensor
+) -> None:
+    """Encode the tokens of a dense cache: ``key``, ``value`` ``[B, S, N, D]`` (rotated keys), tokens at ``slots [n]`` ascending."""
+    site = plan.site
+    key, value = key[:, slots], value[:, slots]
+    reference.store_latents(
+        latents.codes,
+        latents.scales,
+        latents.value_codes,
+        latents.value_scales,
+        pre_rotary_keys(site, key, rows, slots),
+        value,
+        memory.tensors["encoder"],
+        memory.tensors["value_transform"],
+        slots.unsqueeze(0),
+    )
+    window = latents.ring_key.shape[1]
+    recent = slots[-window:]
+    latents.ring_key[:, recent % window] = key[:, -window:]
+    latents.ring_value[:, recent % window] = value[:, -window:]

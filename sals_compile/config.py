@@ -1,0 +1,181 @@
+"""Every option of the compiler, validated and documented. A leaf: anyone may import it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ATTENTION = ("sals", "reconstruct", "exact", "dense")
+LOWERING = ("inductor", "eager", "mlir")
+BASIS = ("query_weighted", "pca", "weights")
+SCORING = ("block_rotary", "rope_free")
+
+
+class OptionError(ValueError):
+    """A bad option: the message names the option, its value, what is allowed and, for a typing slip, the nearest name."""
+
+
+@dataclass(frozen=True)
+class SalsConfig:
+    """Options of ``torch.compile(model, backend="sals", options={...})``. All are optional.
+
+    Symbols: ``E = KV heads * head dim`` (joint key width), ``R`` rank, ``Rs`` score rank, ``T`` tokens attended per query.
+    Defaults are those measured in the README's quality table.
+
+    Attributes:
+        attention: what becomes of a matched site. ``"sals"``: low-rank latents and top-k selection. ``"reconstruct"``: the same latents,
+            every key rebuilt, no selection. ``"exact"``: full rank, not quantised, all tokens (equals dense; for tests).
+            ``"dense"``: matched and verified, left dense.
+        rank: ``R``; an int, or a float as a fraction of ``E``.
+        score_rank: ``Rs``, the leading latent coordinates that score tokens; an int, or a float as a fraction of ``E``.
+        latent_bits: 8 (int8 with one scale per token) or 16 (the key's own floating type).
+        value_bits: 4 or 8 (grouped along the head dim), or 16 (the value's own type).
+        value_transform: ``"hadamard"`` rotates each value head before quantising (undone on the output), or ``"none"``.
+        basis: how encoder and decoder are computed: ``"query_weighted"``, ``"pca"`` (the paper) or ``"weights"`` (no data).
+        scoring: ``"block_rotary"`` or ``"rope_free"`` (the paper).
+        budget: ``T``, tokens attended per query: sinks, recents and critical tokens. No more cached than this: dense.
+        sinks: first tokens, always attended.
+        recents: last tokens, always attended, kept exact in a ring.
+        query_block: queries that share one selection when a graph has no cache (encoders, whole-sequence forward).
+        decode_tokens: the most query tokens of a call that is treated as decoding (sparse) rather than prefill (dense, exact).
+        skip_layers: sites left dense: indices in order of appearance (negative from the end), or module path substrings.
+        calibration: a ``Calibration`` or the path of one; without it the first long prompt is the calibration.
+        release_dense: free the storage of adopted dense KV buffers (GPU); touching one then raises.
+        on_decline: ``"dense"`` leaves a declined site as it was; ``"error"`` raises with the reasons.
+        lowering: ``"inductor"``, ``"eager"`` or ``"mlir"``.
+        cudagraphs: replay decode through Inductor's CUDA graphs.
+        inductor: options passed through to Inductor (``torch._inductor.config`` patches).
+    """
+
+    attention: str = "sals"
+    rank: int | float = 0.5
+    score_rank: int | float = 0.125
+    latent_bits: int = 8
+    value_bits: int = 4
+    value_transform: str = "hadamard"
+    basis: str = "query_weighted"
+    scoring: str = "block_rotary"
+    budget: int = 512
+    sinks: int = 16
+    recents: int = 128
+    query_block: int = 64
+    decode_tokens: int = 8
+    skip_layers: tuple[int | str, ...] = ()
+    calibration: Any = None
+    release_dense: bool = False
+    on_decline: str = "dense"
+    lowering: str = "inductor"
+    cudagraphs: bool = False
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _one_of("attention", self.attention, ATTENTION)
+        _one_of("lowering", self.lowering, LOWERING)
+        _one_of("basis", self.basis, BASIS)
+        _one_of("scoring", self.scoring, SCORING)
+        _one_of("latent_bits", self.latent_bits, (8, 16))
+        _one_of("value_bits", self.value_bits, (4, 8, 16))
+        _one_of("value_transform", self.value_transform, ("hadamard", "none"))
+        _one_of("on_decline", self.on_decline, ("dense", "error"))
+        for name in ("rank", "score_rank"):
+            value = getattr(self, name)
+            if isinstance(value, float) and not 0 < value <= 1:
+                raise OptionError(
+                    f"option {name}={value!r}: a float is a fraction of the joint key width and lies in (0, 1]; "
+                    f"give an int for an absolute rank"
+                )
+            if isinstance(value, int) and value < 1:
+                raise OptionError(f"option {name}={value!r}: a rank is at least 1")
+        for name, least in (("sinks", 0), ("recents", 1), ("query_block", 1), ("decode_tokens", 1), ("budget", 1)):
+            if getattr(self, name) < least:
+                raise OptionError(f"option {name}={getattr(self, name)!r}: must be at least {least}")
+        if self.budget <= self.sinks + self.recents:
+            raise OptionError(
+                f"option budget={self.budget}: must exceed sinks + recents = {self.sinks} + {self.recents} = "
+                f"{self.sinks + self.recents}, or nothing is left for critical tokens; raise budget or lower the others"
+            )
+        if self.decode_tokens > self.recents:
+            raise OptionError(
+                f"option decode_tokens={self.decode_tokens}: must not exceed recents={self.recents}, whose ring holds "
+                f"the tokens of one call"
+            )
+
+    @staticmethod
+    def from_options(options: Mapping[str, Any] | None) -> SalsConfig:
+        """Check names and types of ``options`` and build the configuration. Raises :class:`OptionError`."""
+        options = dict(options or {})
+        fields = {f.name: f for f in dataclasses.fields(SalsConfig)}
+        for name, value in options.items():
+            if name not in fields:
+                near = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.5)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise OptionError(f"unknown option {name!r} (value {value!r}){hint} Known options: {', '.join(fields)}")
+            options[name] = _typed(name, value)
+        return SalsConfig(**options)
+
+    def resolve_rank(self, joint_width: int) -> tuple[int, int]:
+        """``(R, Rs)`` for ``E = joint_width``. Raises :class:`OptionError` for a rank over ``E`` or ``Rs > R``."""
+        if self.attention == "exact":
+            return joint_width, joint_width
+        ranks = []
+        for name in ("rank", "score_rank"):
+            value = getattr(self, name)
+            absolute = max(1, round(value * joint_width)) if isinstance(value, float) else value
+            if absolute > joint_width:
+                raise OptionError(
+                    f"option {name}={value!r}: exceeds the joint key width E={joint_width} (KV heads x head dim) of a "
+                    f"matched site; use a float in (0, 1] for a fraction of it"
+                )
+            ranks.append(absolute)
+        rank, score_rank = ranks
+        if score_rank > rank:
+            raise OptionError(
+                f"option score_rank={self.score_rank!r}: {score_rank} exceeds rank {rank}; scoring reads the leading "
+                f"latent coordinates"
+            )
+        return rank, score_rank
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "rank": (int, float),
+    "score_rank": (int, float),
+    "release_dense": (bool,),
+    "cudagraphs": (bool,),
+    "inductor": (Mapping,),
+    "calibration": (object,),
+}
+for _name in ("latent_bits", "value_bits", "budget", "sinks", "recents", "query_block", "decode_tokens"):
+    _TYPES[_name] = (int,)
+
+
+def _typed(name: str, value: Any) -> Any:
+    if name == "skip_layers":
+        if isinstance(value, (int, str)) and not isinstance(value, bool):
+            value = (value,)
+        try:
+            value = tuple(value)
+        except TypeError:
+            value = (None,)
+        if not all(isinstance(v, (int, str)) and not isinstance(v, bool) for v in value):
+            raise OptionError(f"option {name}={value!r}: a sequence of layer indices (int) or module path parts (str)")
+        return value
+    if name == "calibration" and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    types = _TYPES.get(name, (str,))
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types and object not in types):
+        names = " or ".join(t.__name__ for t in types)
+        raise OptionError(f"option {name}={value!r} is of type {type(value).__name__}; expected {names}")
+    return value
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise OptionError(f"option {name}={value!r}: allowed are {', '.join(map(repr, allowed))}{hint}")
+
+
