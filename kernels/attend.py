@@ -353,6 +353,13 @@ class Tiles:
     ranks: int
     warps: int
     stages: int
+    registers: int | None = None  # a cap, so that two programs fit on a multiprocessor
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Keyword arguments of the launch."""
+        capped = {} if self.registers is None or torch.version.hip else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages} | capped
 
 
 def tiles_for(rows: int, kv_heads: int, count: int, rank: int, int8: bool, half_precision: bool) -> Tiles:
@@ -391,7 +398,6 @@ def attend(
     sink_logits: Tensor | None = None,
     decoder_codes: Tensor | None = None,
     decoder_scales: Tensor | None = None,
-    pdl: bool = False,
     counters: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -438,7 +444,7 @@ def attend(
         INT8=int8, SINKS=sink_logits is not None, LATENT_SPLITS=latent_splits, RING_SPLITS=ring_splits,
         TILE_T=tiles.tokens, TILE_R=tiles.ranks,
         MASK_FN=generated.mask_fn, SCORE_FN=generated.score_fn, MASKS=generated.masks, MODIFIES=generated.modifies,
-        PRECISION="tf32" if half_precision else "ieee", PDL=pdl,
-        num_warps=tiles.warps, num_stages=tiles.stages, **launch_options(pdl),
+        PRECISION="tf32" if half_precision else "ieee",
+        **tiles.options, **launch_options(device),
     )  # fmt: skip
     return out

@@ -52,8 +52,9 @@ def _mean_query_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """``out[b, block, n] = Σ over the block's queries and the group's heads / QUERY_BLOCK``, fp32."""
+    """``out[d, b * Q + block, n] = Σ over the block's queries and the group's heads / QUERY_BLOCK``."""
     block, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    blocks, kv_heads, batch = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
     dim = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
     for first in range(0, QUERY_BLOCK * GROUP, BLOCK_ROWS):
@@ -63,8 +64,38 @@ def _mean_query_kernel(
         inside = (row < QUERY_BLOCK * GROUP) & (l < queries)
         rows = tl.load(at[:, None] + dim[None, :], mask=inside[:, None] & (dim < D)[None, :], other=0.0)
         total += tl.sum(rows.to(tl.float32), 0)
-    line = (b.to(tl.int64) * tl.num_programs(0) + block) * tl.num_programs(1) + n
-    tl.store(out + line * D + dim, total / QUERY_BLOCK, mask=dim < D)
+    at = out + (dim.to(tl.int64) * batch * blocks + b * blocks + block) * kv_heads + n
+    tl.store(at, (total / QUERY_BLOCK).to(out.dtype.element_ty), mask=dim < D)
+
+
+@triton.jit
+def _block_rows_kernel(
+    cos,
+    sin,
+    out,
+    stride_p,
+    stride_s,
+    total,
+    DR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_DR: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+):
+    """``out[p, block, :] = [mean cos, mean sin, 1]`` over the block's rows that were written (an unwritten row is all zeros)."""
+    block, p = tl.program_id(0), tl.program_id(1)
+    token = block * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
+    dim = tl.arange(0, BLOCK_DR)
+    at = p.to(tl.int64) * stride_p + token.to(tl.int64)[:, None] * stride_s + dim[None, :]
+    shown = (token < total)[:, None] & (dim < DR)[None, :]
+    cos_rows = tl.load(cos + at, mask=shown, other=0.0).to(tl.float32)
+    sin_rows = tl.load(sin + at, mask=shown, other=0.0).to(tl.float32)
+    written = tl.max(((cos_rows != 0.0) | (sin_rows != 0.0)).to(tl.int32), 1)
+    count = tl.maximum(tl.sum(written, 0), 1).to(tl.float32)
+    line = out + (p.to(tl.int64) * tl.num_programs(0) + block) * WIDTH
+    tl.store(line + dim, (tl.sum(cos_rows, 0) / count).to(out.dtype.element_ty), mask=dim < DR)
+    tl.store(line + DR + dim, (tl.sum(sin_rows, 0) / count).to(out.dtype.element_ty), mask=dim < DR)
+    if WIDTH > 2 * DR:
+        tl.store(line + 2 * DR, 1.0)
 
 
 @triton.jit
@@ -146,29 +177,38 @@ def _block_score_kernel(
 
 
 @triton.jit
-def _select_rows_kernel(scores, out, total, k, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+def _select_rows_kernel(scores, out, total, k, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr):
     """``reference.select`` of one row held in registers: the k-th largest bit by bit, then compaction in index order."""
     row = tl.program_id(0).to(tl.int64)
+    scores += row * total
+    out += row * k
     index = tl.arange(0, BLOCK)
-    ordered = order_of(tl.load(scores + row * total + index, mask=index < total, other=float("-inf")))
+    ordered = order_of(tl.load(scores + index, mask=index < total, other=float("-inf")))
     limit = LEAST
     for i in range(32):
         # The first step, from the least integer by 2**31, would overflow if written as a shift of 1.
         candidate = limit ^ LEAST if i == 0 else limit + (1 << (31 - i))
         if tl.sum((ordered >= candidate).to(tl.int32), 0) >= k:
             limit = candidate
-    larger = ordered > limit
-    equal = (ordered == limit) & (ordered != LEAST)
-    ties = k - tl.sum(larger.to(tl.int32), 0)
-    # Two running counts in one scan; each is at most 2**15.
-    running = tl.cumsum(larger.to(tl.uint32) + (equal.to(tl.uint32) << 16), 0)
-    before = (running & 0xFFFF).to(tl.int32)
-    equals = (running >> 16).to(tl.int32)
-    chosen = larger | (equal & (equals <= ties))
-    tl.store(out + row * k + before + tl.minimum(equals, ties) - 1, index, mask=chosen)
-    found = tl.sum(chosen.to(tl.int32), 0)
+    ties = k - tl.sum((ordered > limit).to(tl.int32), 0)
+    # Read again, from L2, in chunks: running counts of the whole row would not fit in registers beside it.
+    larger_before = 0
+    equal_before = 0
+    for first in range(0, total, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        again = order_of(tl.load(scores + token, mask=token < total, other=float("-inf")))
+        larger = (again > limit).to(tl.int32)
+        equal = ((again == limit) & (again != LEAST)).to(tl.int32)
+        # Both running counts in one scan.
+        running = tl.cumsum(larger + (equal << 16), 0)
+        equals = equal_before + (running >> 16)
+        place = larger_before + (running & 0xFFFF) + tl.minimum(equals, ties) - 1
+        tl.store(out + place, token, mask=(larger != 0) | ((equal != 0) & (equals <= ties)))
+        larger_before += tl.sum(larger, 0)
+        equal_before += tl.sum(equal, 0)
+    found = larger_before + tl.minimum(equal_before, ties)
     pad = tl.arange(0, BLOCK_K)
-    tl.store(out + row * k + pad, tl.full((BLOCK_K,), -1, tl.int32), mask=(pad >= found) & (pad < k))
+    tl.store(out + pad, tl.full((BLOCK_K,), -1, tl.int32), mask=(pad >= found) & (pad < k))
 
 
 def select_rows(scores: Tensor, k: int, out: Tensor) -> None:
@@ -179,18 +219,19 @@ def select_rows(scores: Tensor, k: int, out: Tensor) -> None:
         out.copy_(select(scores, k))
         return
     block = power_of_two(total)
+    warps = max(4, min(32, block // 1024))
     _select_rows_kernel[(rows,)](
-        scores, out, total, k, BLOCK=block, BLOCK_K=power_of_two(k), num_warps=max(4, min(32, block // 1024))
+        scores, out, total, k, BLOCK=block, CHUNK=min(block, 128 * warps), BLOCK_K=power_of_two(k), num_warps=warps
     )
 
 
-def mean_queries(query: Tensor, kv_heads: int, query_block: int) -> Tensor:
-    """Each block's mean query, summed over the heads of a group: ``[B,L,H,D] -> [B,Q,N,D]`` fp32."""
+def mean_queries(query: Tensor, kv_heads: int, query_block: int, dtype: torch.dtype) -> Tensor:
+    """Each block's mean query, summed over the heads of a group: ``[B,L,H,D] -> [D,B*Q,N]``."""
     batch, queries, heads, dim = query.shape
     group = heads // kv_heads
     blocks = -(-queries // query_block)
     query = rows_last(query)
-    out = torch.empty((batch, blocks, kv_heads, dim), dtype=torch.float32, device=query.device)
+    out = torch.empty((dim, batch * blocks, kv_heads), dtype=dtype, device=query.device)
     _mean_query_kernel[(blocks, kv_heads, batch)](
         query,
         out,
@@ -199,34 +240,32 @@ def mean_queries(query: Tensor, kv_heads: int, query_block: int) -> Tensor:
         QUERY_BLOCK=query_block,
         GROUP=group,
         D=dim,
-        BLOCK_ROWS=min(64, power_of_two(query_block * group)),
+        BLOCK_ROWS=min(128, power_of_two(query_block * group)),
         BLOCK_D=power_of_two(dim),
+        num_warps=8,
     )
     return out
 
 
-def _block_means(rows: Sequence[Tensor], total: int) -> tuple[Tensor, Tensor]:
-    """Means of cos and sin rows ``[P,S,Dr]`` over blocks of keys: ``[P,C,Dr]``."""
-    fill = -total % reference.BLOCK
-    padded = [torch.nn.functional.pad(r, (0, 0, 0, fill)).unflatten(1, (-1, reference.BLOCK)) for r in rows]
-    return reference._block_means(*padded)
-
-
-def _coefficients(mean: Tensor, decoder: Tensor, rotary_dim: int, rotary: str) -> Tensor:
-    """What the means of cos and sin (and 1, for dims that do not rotate) multiply: ``[width, B*Q, Rs]``.
-
-    ``mean [B,Q,N,D]`` and ``decoder [Rs,E]`` in one dtype; ``width`` is ``2 Dr``, and one more when ``Dr < D``.
-    """
-    batch, blocks, kv_heads, dim = mean.shape
-    by_dim = mean.flatten(0, 1).permute(2, 0, 1)  # [D, B*Q, N]
-    basis = decoder.unflatten(1, (kv_heads, dim))  # [Rs, N, D]
-    turned = reference.rotate_pairs(basis[..., :rotary_dim], rotary)
-    rotated = by_dim[:rotary_dim]
-    parts = [rotated @ basis[..., :rotary_dim].permute(2, 1, 0), rotated @ turned.permute(2, 1, 0)]
-    if rotary_dim < dim:
-        rest = mean[..., rotary_dim:].flatten(2).flatten(0, 1)
-        parts.append((rest @ basis[..., rotary_dim:].flatten(1).T).unsqueeze(0))
-    return torch.cat(parts)
+def block_rows(cos: Tensor, sin: Tensor, total: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Mean cos and sin rows of each block of keys (and 1, when some dims do not rotate): ``[P,S,Dr] -> [P,C,width]``."""
+    rotary_dim = cos.shape[-1]
+    width = 2 * rotary_dim + (rotary_dim < head_dim)
+    blocks = triton.cdiv(total, reference.BLOCK)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out = torch.empty((cos.shape[0], blocks, width), dtype=dtype, device=cos.device)
+    _block_rows_kernel[(blocks, cos.shape[0])](
+        cos,
+        sin,
+        out,
+        *cos.stride()[:2],
+        total,
+        DR=rotary_dim,
+        WIDTH=width,
+        BLOCK_DR=power_of_two(rotary_dim),
+        KEY_BLOCK=reference.BLOCK,
+    )
+    return out
 
 
 def block_select(
@@ -254,34 +293,44 @@ def block_select(
     if out.numel() == 0 or total == 0:
         return out.fill_(-1)
     compute = key_pre.dtype
-    mean = mean_queries(query, kv_heads, query_block)
-    latent = key_pre.flatten(2) @ encoder.to(compute)
-    basis = decoder.to(compute)
     rotary_dim = 0 if rotary == "none" else cos.shape[-1]
+    mean = mean_queries(query, kv_heads, query_block, compute).view(dim, batch, blocks, kv_heads)
+    latent = key_pre.flatten(2) @ encoder.to(compute)
+    basis = decoder.to(compute).unflatten(1, (kv_heads, dim))  # [Rs,N,D]
     if rotary_dim:
-        block_cos, block_sin = _block_means((cos, sin), total)
-        columns = [block_cos, block_sin]
-        if rotary_dim < dim:
-            columns.append(torch.ones_like(block_cos[..., :1]))
-        rows = torch.cat(columns, dim=-1).to(compute)  # [P, C, width]
-    # Bytes of one query block: its row of scores and select's copy of it, its projections and their coefficients.
-    width = 2 * rotary_dim + 1
-    each = batch * (12 * total + (key_blocks + 3 * width) * rank * compute.itemsize)
+        rows = block_rows(cos, sin, total, dim, compute)  # [P,C,width]
+        turning = basis[..., :rotary_dim]
+        # [2 Dr, N, Rs]: what a mean query's dims multiply to make the coefficients of mean cos and mean sin.
+        across = torch.cat((turning, reference.rotate_pairs(turning, rotary)), dim=-1).permute(2, 1, 0).contiguous()
+    width = rows.shape[-1] if rotary_dim else 1
+    plain_dims = dim - rotary_dim
+    plain = basis[..., rotary_dim:].permute(2, 1, 0).reshape(plain_dims * kv_heads, rank)
+    # Bytes of one query block: its scores, select's copy of them, its coefficients and projections.
+    copies = 4 if total <= ROW_IN_REGISTERS else 12
+    each = batch * (copies * total + ((key_blocks if rotary_dim else 1) + width) * rank * compute.itemsize)
     chunk = max(1, min(blocks, WORKSPACE // each))
     for first in range(0, blocks, chunk):
-        part = mean[:, first : first + chunk].to(compute)
-        count = part.shape[1]
+        part = mean[:, :, first : first + chunk]
+        count = part.shape[2]
+        part = part.reshape(dim, batch * count, kv_heads)
+        coefficients = torch.empty((width, batch * count, rank), dtype=compute, device=query.device)
         if rotary_dim:
-            coefficients = _coefficients(part, basis, rotary_dim, rotary)  # [width, B*Q, Rs]
-            coefficients = coefficients.unflatten(1, (batch, count)).permute(1, 2, 0, 3)
-            projected = rows.unsqueeze(1) @ coefficients  # [B,Q,C,Rs]
-            strides = projected.stride()[:3]
+            torch.bmm(part[:rotary_dim], across[:rotary_dim], out=coefficients[:rotary_dim])
+            torch.bmm(part[:rotary_dim], across[rotary_dim:], out=coefficients[rotary_dim : 2 * rotary_dim])
+        if plain_dims:
+            still = part[rotary_dim:].transpose(0, 1).flatten(1)  # [B*Q, dims * N]
+            torch.mm(still, plain, out=coefficients[-1])
+        if rotary_dim and rows.shape[0] == 1:
+            # [C,width] @ [width, B*Q*Rs]: one product for all query blocks.
+            projected = (rows[0] @ coefficients.flatten(1)).view(key_blocks, batch, count, rank).permute(1, 2, 0, 3)
+        elif rotary_dim:
+            by_batch = coefficients.view(width, batch, count * rank).transpose(0, 1)
+            projected = (rows @ by_batch).view(batch, key_blocks, count, rank).transpose(1, 2)
         else:
-            projected = part.flatten(2) @ basis.T  # [B,Q,Rs], the same for every key block
-            strides = (*projected.stride()[:2], 0)
+            projected = coefficients.view(batch, count, 1, rank).expand(-1, -1, key_blocks, -1)
         scores = torch.empty((batch, count, total), dtype=torch.float32, device=query.device)
         _score_chunk(
-            projected, strides, latent, scores, first, modifier, tensors, integers, query_block, queries, heads, sinks, recents
+            projected, latent, scores, first, modifier, tensors, integers, query_block, queries, heads, sinks, recents
         )
         select_rows(scores, k, out[:, first : first + count])
     return out
@@ -289,7 +338,6 @@ def block_select(
 
 def _score_chunk(
     projected: Tensor,
-    strides: tuple[int, ...],
     latent: Tensor,
     scores: Tensor,
     first_block: int,
@@ -313,7 +361,7 @@ def _score_chunk(
         latent,
         scores,
         codegen.arguments(tensors, integers),
-        *strides,
+        *projected.stride()[:3],
         latent.stride(0),
         first_block,
         count,

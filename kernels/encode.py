@@ -8,6 +8,8 @@ token tile to finish sums the parts, in a fixed order, and quantises.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -126,7 +128,6 @@ def record_rows(
     new_cos: Tensor,
     new_sin: Tensor,
     slots: Tensor,
-    pdl: bool = False,
 ) -> None:
     """See ``reference.record_rows``."""
     require_contiguous(cos=cos, sin=sin, block_cos=block_cos, block_sin=block_sin, ring_slots=ring_slots)
@@ -139,12 +140,12 @@ def record_rows(
         cos, sin, block_cos, block_sin, ring_slots, new_cos, new_sin, slots,
         total, queries, ring_slots.shape[1],
         _batch_stride(new_cos), new_cos.stride(1), _batch_stride(new_sin), new_sin.stride(1), _batch_stride(slots),
-        DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, MEANS=means, PDL=pdl, num_warps=4, **launch_options(pdl),
+        DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, MEANS=means, num_warps=4, **launch_options(cos.device),
     )  # fmt: skip
     if not means and dim:
         _block_means_kernel[(cos.shape[0] * (total // BLOCK),)](
-            cos, sin, block_cos, block_sin, DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, PDL=pdl, num_warps=4,
-            **launch_options(pdl),
+            cos, sin, block_cos, block_sin, DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, num_warps=4,
+            **launch_options(cos.device),
         )  # fmt: skip
 
 
@@ -153,9 +154,15 @@ def _batch_stride(x: Tensor) -> int:
     return 0 if x.shape[0] == 1 else x.stride(0)
 
 
-def launch_options(pdl: bool) -> dict[str, bool]:
-    """Keyword arguments of a launch. Programmatic dependent launch exists from compute capability 9.0 on."""
-    return {"launch_pdl": True} if pdl else {}
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """The kernel's PDL flag, and the launch option that goes with it."""
+    return {"PDL": True, "launch_pdl": True} if dependent_launch(device) else {"PDL": False}
+
+
+@lru_cache(maxsize=None)
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the previous one ends (programmatic dependent launch: NVIDIA 9.0 and later)."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 # ---- encode -----------------------------------------------------------------------------------------------------------
@@ -333,7 +340,6 @@ def encode(
     encoder: Tensor,
     value_transform: Tensor,
     slots: Tensor,
-    pdl: bool = False,
 ) -> None:
     """See ``reference.encode``."""
     require_contiguous(
@@ -367,6 +373,6 @@ def encode(
         E=joint, R=rank, N=kv_heads, D=dim, D_PAD=max(16, next_power_of_2(dim)), GROUP=value_group(dim),
         BITS=bits, QUANTIZED=codes.dtype == torch.int8,
         TILE_M=tile_m, TILE_R=tile_r, TILE_E=tile_e, SPLIT_E=split, TILE_V=tile_v,
-        PRECISION="tf32" if half_precision else "ieee", PDL=pdl,
-        num_warps=4, num_stages=3 if decode else 2, **launch_options(pdl),
+        PRECISION="tf32" if half_precision else "ieee",
+        num_warps=4, num_stages=3 if decode else 2, **launch_options(codes.device),
     )  # fmt: skip

@@ -43,7 +43,8 @@ SCHEMAS: dict[str, str] = {
     ),
     "attend": (
         f"(Tensor query, Tensor indices, {_LATENTS}, {_RING}, Tensor cos, Tensor sin, Tensor decoder, "
-        f"Tensor value_transform, {_MODIFIER}, float scale, str rotary, Tensor? sink_logits=None) -> Tensor"
+        f"Tensor value_transform, {_MODIFIER}, float scale, str rotary, Tensor? sink_logits=None, "
+        "Tensor? decoder_codes=None, Tensor? decoder_scales=None) -> Tensor"
     ),
     "reconstruct": (
         f"(Tensor query, {_LATENTS}, {_RING}, Tensor cos, Tensor sin, Tensor decoder, Tensor value_transform, "

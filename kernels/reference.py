@@ -123,6 +123,13 @@ def dequantize_latent(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales.float().unsqueeze(-1)
 
 
+def quantize_decoder(decoder: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 with one scale per column, transposed: ``[R, E] -> (codes int8 [E, R], scales fp32 [E])``."""
+    scales = (decoder.float().abs().amax(0) / 127.0).clamp_min(2.0**-126)
+    codes = torch.round(decoder.float() / scales).clamp(-127, 127)
+    return codes.to(torch.int8).T.contiguous(), scales
+
+
 def quantize_values(value: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Asymmetric, in groups along ``D``: ``[..., N, D] -> (codes uint8 [..., N, D*bits/8], scales fp16 [..., N, D/group, 2])``.
 
@@ -477,12 +484,17 @@ def attend(
     scale: float,
     rotary: str,
     sink_logits: Tensor | None = None,
+    decoder_codes: Tensor | None = None,
+    decoder_scales: Tensor | None = None,
 ) -> Tensor:
     """Attention of ``query [B,L,H,D]`` (rotated) over the ring and the tokens ``indices [B,L,K]`` (-1: none) -> ``[B,L,H,D]``.
 
     The selected keys are rebuilt and rotated by their recorded rows; values are dequantised and the value transform is undone
-    on the output.
+    on the output. ``decoder_codes [E,R]`` int8 and ``decoder_scales [E]`` (:func:`quantize_decoder`), when given, stand for
+    ``decoder``: kernels then rebuild on int8 tensor cores.
     """
+    if decoder_codes is not None and decoder_scales is not None:
+        decoder = decoder_codes.T.float() * decoder_scales.float()
     batch, queries, heads, dim = query.shape
     kv_heads = decoder.shape[1] // dim
     groups = heads // kv_heads

@@ -246,7 +246,6 @@ def score(
     sinks: int,
     rotary: str,
     workspace: Workspace | None = None,
-    pdl: bool = False,
 ) -> Tensor:
     """See ``reference.score``. With a ``workspace``: zeroes it, and counts the scores' first digits into it."""
     require_contiguous(codes=codes, scales=scales, block_cos=block_cos, block_sin=block_sin, ring_slots=ring_slots)
@@ -272,8 +271,8 @@ def score(
     _fold_kernel[(triton.cdiv(dim, tile_d), triton.cdiv(score_rank, tile_r), triton.cdiv(rows, shared))](
         query, decoder, folded, zeroed, zeroed.numel(), rows, queries, query.stride(0), query.stride(1), query.stride(2),
         N=kv_heads, N_PAD=n_pad, G=heads // kv_heads, D=dim, DR=rotary_dim, RS=score_rank, INTERLEAVED=interleaved,
-        TILE_R=tile_r, TILE_D=tile_d, ROWS=shared, ZERO=0 if workspace is None else 1024, PDL=pdl, num_warps=4,
-        **launch_options(pdl),
+        TILE_R=tile_r, TILE_D=tile_d, ROWS=shared, ZERO=0 if workspace is None else 1024, num_warps=4,
+        **launch_options(device),
     )  # fmt: skip
 
     blocks = total // BLOCK if rotary_dim else 1
@@ -286,7 +285,7 @@ def score(
         block_cos.shape[1] if block_cos.shape[0] > 1 else 0, args,
         D=dim, D_PAD=d_pad, DR=rotary_dim, RS=score_rank, BLOCK=BLOCK, INTERLEAVED=interleaved,
         UPPER_FN=generated.upper_fn, PRECISION="tf32" if half_precision else "ieee",
-        TILE_B=tile_b, TILE_R=tile_r, TILE_D=min(64, d_pad), PDL=pdl, num_warps=4, **launch_options(pdl),
+        TILE_B=tile_b, TILE_R=tile_r, TILE_D=min(64, d_pad), num_warps=4, **launch_options(device),
     )  # fmt: skip
 
     scores = torch.empty((batch, queries, total), dtype=torch.float32, device=device)
@@ -298,10 +297,11 @@ def score(
         R=rank, RS=score_rank, TILE_R=tile_r, TILE_T=TILE_T, BLOCK=BLOCK,
         QUANTIZED=codes.dtype == torch.int8, BLOCKWISE=rotary_dim > 0, HISTOGRAM=workspace is not None,
         MASK_FN=generated.mask_fn, UPPER_FN=generated.upper_fn, LOWER_FN=generated.lower_fn, MASKS=generated.masks,
-        PER_HEAD=Modifier.parse(modifier).mask.uses("h"), PDL=pdl, num_warps=4, **launch_options(pdl),
+        PER_HEAD=Modifier.parse(modifier).mask.uses("h"), num_warps=SCORE_WARPS, **launch_options(device),
     )  # fmt: skip
     return scores
 
 
 #: Tokens of one program of the score kernel; divides BLOCK.
 TILE_T = 64
+SCORE_WARPS = 4

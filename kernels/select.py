@@ -156,7 +156,7 @@ def _segment(keys, sizes, row, tiles, s, TILE: tl.constexpr):
     return key, index, live
 
 
-def _finish(scores: Tensor, k: int, workspace: Workspace, pdl: bool) -> Tensor:
+def _finish(scores: Tensor, k: int, workspace: Workspace) -> Tensor:
     """Indices from scores whose first digits are counted in ``workspace``."""
     total = scores.shape[-1]
     rows = scores.numel() // total
@@ -169,21 +169,21 @@ def _finish(scores: Tensor, k: int, workspace: Workspace, pdl: bool) -> Tensor:
     _select_kernel[(tiles, rows)](
         scores, workspace.counts, workspace.counters, keys, sizes, out, total, k,
         TILE=tile, TILES_PAD=max(2, next_power_of_2(tiles)), HELD=max(2048, 2 * next_power_of_2(k)),
-        K_PAD=next_power_of_2(k), PDL=pdl, num_warps=8, **launch_options(pdl),
+        K_PAD=next_power_of_2(k), num_warps=8, **launch_options(scores.device),
     )  # fmt: skip
     return out
 
 
-def select(scores: Tensor, k: int, pdl: bool = False) -> Tensor:
+def select(scores: Tensor, k: int) -> Tensor:
     """See ``reference.select``."""
     scores = scores.contiguous()
     total = scores.shape[-1]
     rows = scores.numel() // total
     workspace = Workspace.allocate(rows, scores.device, zero=True)
     _count_kernel[(triton.cdiv(total, 1024), rows)](
-        scores, workspace.counts, total, TILE=1024, PDL=pdl, num_warps=4, **launch_options(pdl)
+        scores, workspace.counts, total, TILE=1024, num_warps=4, **launch_options(scores.device)
     )
-    return _finish(scores, k, workspace, pdl)
+    return _finish(scores, k, workspace)
 
 
 def score_select(
@@ -203,7 +203,6 @@ def score_select(
     sinks: int,
     rotary: str,
     k: int,
-    pdl: bool = False,
     workspace: Workspace | None = None,
 ) -> Tensor:
     """See ``reference.score_select``. The fold kernel zeroes the workspace and the score kernel counts the first digits."""
@@ -211,6 +210,6 @@ def score_select(
         workspace = Workspace.allocate(query.shape[0] * query.shape[1], query.device, zero=False)
     scores = score(
         query, codes, scales, decoder, block_cos, block_sin, ring_slots, slots, modifier, tensors, integers,
-        capacity, score_rank, sinks, rotary, workspace, pdl,
+        capacity, score_rank, sinks, rotary, workspace,
     )  # fmt: skip
-    return _finish(scores, k, workspace, pdl)
+    return _finish(scores, k, workspace)

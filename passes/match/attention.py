@@ -191,7 +191,7 @@ def _role_index(dim: list[Atom], roles: list[tuple[Expr, list[Atom]]]) -> Expr:
         for variable, members in roles:
             kept = [a for a in members if not is_one(a.size)]
             if kept and atoms[: len(kept)] == kept:
-                result = make("add", make("mul", result, _const_size(product(kept))), variable)
+                result = _mixed(result, product(kept), variable)
                 atoms = atoms[len(kept) :]
                 break
         else:
@@ -206,8 +206,13 @@ def _role_index(dim: list[Atom], roles: list[tuple[Expr, list[Atom]]]) -> Expr:
             value = make("floordiv", variable, _const_size(inner)) if kept[at + 1 :] else variable
             if at > 0:
                 value = make("mod", value, _const_size(atom.size))
-            result = make("add", make("mul", result, _const_size(atom.size)), value)
+            result = _mixed(result, atom.size, value)
     return result
+
+
+def _mixed(outer: Expr, size: Any, inner: Expr) -> Expr:
+    """``outer * size + inner``; the size is needed only where there is an outer index."""
+    return inner if outer == const(0) else make("add", make("mul", outer, _const_size(size)), inner)
 
 
 def _const_size(size: Any) -> Expr:
