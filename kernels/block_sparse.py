@@ -1,14 +1,14 @@
-"""The stateless form on a GPU: each block of queries selects its tokens (``sals::block_select``) and attends them (``sals::block_attend``).
+"""The stateless form on a GPU: each block of queries selects its tokens, then attends them.
 
-Selection costs what the latents make it cost. Un-rotating the mean query for a key block and projecting it are both linear, and the
-rows of cos and sin are shared by all heads, so with ``a_rd = Σ_n q_nd decoder_rnd`` and ``b_rd = Σ_n q_nd (J decoder_r)_nd``
+``sals::block_select``. Un-rotating the mean query for a block of keys and projecting it are both linear, and rows of
+cos and sin are shared by all heads, so with ``a_rd = Σ_n q_nd decoder_rnd`` and ``b_rd = Σ_n q_nd (J decoder_r)_nd``
 
     projected[query block, key block, r] = Σ_d cos[key block, d] a_rd + sin[key block, d] b_rd
 
-is a product of depth ``2 Dr``, not ``E``. The scores of a query block against a key block are then one more matrix product.
+is a product of depth ``2 Dr``, not ``E``. The scores of a query block against a key block are then one more product.
 
-Attention gathers the selected keys and values once for all heads of a group and all queries of a block: one tile of
-``query_block * G`` rows shares each tile of keys.
+``sals::block_attend`` gathers the selected keys and values once for all heads of a group and all queries of a block: a
+tile of ``query_block * G`` rows shares each tile of keys.
 
 Dimensions as in ``reference.py``; ``Q`` blocks of queries, ``C = ceil(S / BLOCK)`` blocks of keys.
 """
@@ -23,14 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from . import codegen, reference
-from .dense import attend_tile, finish, flags, power_of_two, precision, rows_last
+from .dense import attend_tile, capability, finish, flags, power_of_two, precision, register_limit, rows_last
 from .index_expr import Modifier
 from .score import order_of
 from .select import select
 
 LEAST = tl.constexpr(-2147483648)
 
-#: Rows of scores up to this long are selected by one program each, from registers, when there are enough rows to fill the device.
+#: Rows of scores up to this long are selected by one program each, from registers, when there are enough of them.
 ROW_IN_REGISTERS = 32768
 ROWS_IN_REGISTERS = 64
 
@@ -56,16 +56,17 @@ def _mean_query_kernel(
     block, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     blocks, kv_heads, batch = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
     dim = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D,), tl.float32)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
     for first in range(0, QUERY_BLOCK * GROUP, BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)
         l = block * QUERY_BLOCK + row // GROUP  # noqa: E741
         at = query + b.to(tl.int64) * stride_b + l.to(tl.int64) * stride_l + (n * GROUP + row % GROUP) * stride_h
         inside = (row < QUERY_BLOCK * GROUP) & (l < queries)
         rows = tl.load(at[:, None] + dim[None, :], mask=inside[:, None] & (dim < D)[None, :], other=0.0)
-        total += tl.sum(rows.to(tl.float32), 0)
+        total += rows.to(tl.float32)
+    mean = tl.sum(total, 0) / QUERY_BLOCK
     at = out + (dim.to(tl.int64) * batch * blocks + b * blocks + block) * kv_heads + n
-    tl.store(at, (total / QUERY_BLOCK).to(out.dtype.element_ty), mask=dim < D)
+    tl.store(at, mean.to(out.dtype.element_ty), mask=dim < D)
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def _block_rows_kernel(
     BLOCK_DR: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
 ):
-    """``out[p, block, :] = [mean cos, mean sin, 1]`` over the block's rows that were written (an unwritten row is all zeros)."""
+    """``out[p, block, :] = [mean cos, mean sin, 1]`` over the rows that were written (unwritten rows are all zeros)."""
     block, p = tl.program_id(0), tl.program_id(1)
     token = block * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
     dim = tl.arange(0, BLOCK_DR)
@@ -178,7 +179,7 @@ def _block_score_kernel(
 
 @triton.jit
 def _select_rows_kernel(scores, out, total, k, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``reference.select`` of one row held in registers: the k-th largest bit by bit, then compaction in index order."""
+    """``reference.select`` of a row held in registers: the k-th largest bit by bit, then compaction in index order."""
     row = tl.program_id(0).to(tl.int64)
     scores += row * total
     out += row * k
@@ -240,15 +241,15 @@ def mean_queries(query: Tensor, kv_heads: int, query_block: int, dtype: torch.dt
         QUERY_BLOCK=query_block,
         GROUP=group,
         D=dim,
-        BLOCK_ROWS=min(128, power_of_two(query_block * group)),
+        BLOCK_ROWS=min(32, power_of_two(query_block * group)),
         BLOCK_D=power_of_two(dim),
-        num_warps=8,
+        num_warps=4,
     )
     return out
 
 
 def block_rows(cos: Tensor, sin: Tensor, total: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Mean cos and sin rows of each block of keys (and 1, when some dims do not rotate): ``[P,S,Dr] -> [P,C,width]``."""
+    """Mean cos and sin rows of each block of keys (and 1, if some dims do not rotate): ``[P,S,Dr] -> [P,C,width]``."""
     rotary_dim = cos.shape[-1]
     width = 2 * rotary_dim + (rotary_dim < head_dim)
     blocks = triton.cdiv(total, reference.BLOCK)
@@ -264,6 +265,7 @@ def block_rows(cos: Tensor, sin: Tensor, total: int, head_dim: int, dtype: torch
         WIDTH=width,
         BLOCK_DR=power_of_two(rotary_dim),
         KEY_BLOCK=reference.BLOCK,
+        num_warps=8 if rotary_dim <= 128 else 16,
     )
     return out
 
@@ -519,7 +521,7 @@ def _block_attend_kernel(
     value += b.to(tl.int64) * value_stride_b + n * value_stride_n
     chosen = indices + (b.to(tl.int64) * blocks + block) * COUNT
 
-    # The list is ascending and padded at its end, so what needs a mask (the tokens at the diagonal, the padding) comes last.
+    # The list is ascending and padded at its end: what needs a mask (tokens at the diagonal, padding) comes last.
     entry = tl.arange(0, BLOCK_COUNT)
     listed = tl.load(chosen + entry, mask=entry < COUNT, other=-1)
     stop = tl.max(tl.where(listed >= 0, entry + 1, 0))
@@ -534,22 +536,17 @@ def _block_attend_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    if INTERVAL:
+    for part in tl.static_range(2 if INTERVAL else 1):
+        if not INTERVAL:
+            begin, end = 0, stop
+        elif part == 0:
+            begin, end = 0, plain
+        else:
+            begin, end = plain, stop
         acc, top, total = _gathered_range(
-            acc, top, total, query_tile, key, value, chosen, key_stride_s, value_stride_s, 0, plain, COUNT, lower, upper,
-            b, h[:, None], q[:, None], args, scale, False, MASK_FN, SCORE_FN, MASKS, MODIFIES, INTERVAL, PRECISION,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
-        )  # fmt: skip
-        acc, top, total = _gathered_range(
-            acc, top, total, query_tile, key, value, chosen, key_stride_s, value_stride_s, plain, stop, COUNT, lower, upper,
-            b, h[:, None], q[:, None], args, scale, True, MASK_FN, SCORE_FN, MASKS, MODIFIES, INTERVAL, PRECISION,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
-        )  # fmt: skip
-    else:
-        acc, top, total = _gathered_range(
-            acc, top, total, query_tile, key, value, chosen, key_stride_s, value_stride_s, 0, stop, COUNT, lower, upper,
-            b, h[:, None], q[:, None], args, scale, True, MASK_FN, SCORE_FN, MASKS, MODIFIES, INTERVAL, PRECISION,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
+            acc, top, total, query_tile, key, value, chosen, key_stride_s, value_stride_s, begin, end, COUNT,
+            lower, upper, b, h[:, None], q[:, None], args, scale, not INTERVAL or part != 0, MASK_FN, SCORE_FN, MASKS,
+            MODIFIES, INTERVAL, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
         )  # fmt: skip
 
     acc = finish(acc, top, total, sink_logits, h, SINKS)
@@ -561,18 +558,29 @@ def _block_attend_kernel(
     )
 
 
-def attend_tiling(rows: int, width: int, itemsize: int) -> dict[str, int]:
-    """Tile and launch sizes for ``rows`` rows a query block and heads of ``width`` (a power of two)."""
+def attend_tiling(rows: int, width: int, itemsize: int, device: torch.device) -> dict[str, int]:
+    """Tile and launch sizes for ``rows`` rows a query block and heads of ``width`` (a power of two).
+
+    H200, 1x32k, T = 2048: 2.3 ms for 32/8/128 and 2.9 ms for 32/32/128 with a register limit, so that two or more
+    programs share a multiprocessor; 3.6 and 3.3 ms with all the registers that the compiler wants.
+    """
     row_bytes = width * itemsize
-    block_m = min(128, power_of_two(rows))
+    on_amd = capability(device) == 0
     if row_bytes > 512:
-        block_m = min(block_m, 64)
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": 64 if row_bytes <= 256 else 32,
-        "STAGES": 3 if row_bytes <= 512 else 2,
-        "num_warps": 8 if block_m == 128 and row_bytes > 128 else 4,
-    }
+        return {"BLOCK_M": min(32, power_of_two(rows)), "BLOCK_N": 32, "STAGES": 2, "num_warps": 4}
+    if row_bytes > 256:
+        return {"BLOCK_M": min(64, power_of_two(rows)), "BLOCK_N": 32, "STAGES": 2, "num_warps": 4}
+    if not 90 <= capability(device) < 120:
+        return {
+            "BLOCK_M": min(64, power_of_two(rows)),
+            "BLOCK_N": 64,
+            "STAGES": 2 if on_amd else 3,
+            "num_warps": 4,
+        }
+    limit = register_limit(128) if capability(device) == 90 else {}
+    if rows <= 64:
+        return {"BLOCK_M": power_of_two(rows), "BLOCK_N": 32, "STAGES": 3, "num_warps": 4} | limit
+    return {"BLOCK_M": 128, "BLOCK_N": 64, "STAGES": 3, "num_warps": 8} | limit
 
 
 def block_attend(
@@ -601,7 +609,8 @@ def block_attend(
     if scale < 0:  # the kernel takes the maximum before scaling
         query, scale = -query, -scale
     query, key, value, indices = rows_last(query), rows_last(key), rows_last(value), indices.contiguous()
-    tiles = tiles or attend_tiling(query_block * group, power_of_two(max(head_dim, value_dim)), key.dtype.itemsize)
+    width = power_of_two(max(head_dim, value_dim))
+    tiles = tiles or attend_tiling(query_block * group, width, key.dtype.itemsize, key.device)
     grid = (blocks * triton.cdiv(query_block * group, tiles["BLOCK_M"]), kv_heads, batch)
     _block_attend_kernel[grid](
         query,

@@ -1,14 +1,12 @@
 """Triton kernels of ``sals::record_rows`` and ``sals::encode``: what a call's new tokens leave in the cache.
 
-Dimensions and storage are those of ``reference.py``. One launch stores everything of a token: programs are split between
-*latent* jobs (a tile of tokens x a tile of latent coordinates x a part of ``E``) and *value* jobs (a tile of (token, KV head)
-rows: Hadamard transform, quantisation, exact ring). A latent's int8 scale needs its whole row, so the last latent job of a
-token tile to finish sums the parts, in a fixed order, and quantises.
+Dimensions and storage are those of ``reference.py``. The first launch splits its programs between *latent* jobs (a tile of
+tokens x a tile of latent coordinates x a part of ``E``: a decode call is bound by the encoder's bytes, so it is cut fine) and
+*value* jobs (a tile of (token, KV head) rows: Hadamard transform, quantisation, exact ring). A latent's int8 scale needs its
+whole row, so a second launch sums the parts, in a fixed order, and quantises.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import torch
 import triton
@@ -46,14 +44,6 @@ def round_half_even(x):
     return (x + 12582912.0) - 12582912.0
 
 
-@triton.jit
-def wait_for_previous(PDL: tl.constexpr):
-    """Under programmatic dependent launch: let the next kernel be scheduled, then wait for the previous one's writes."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
 # ---- record_rows ------------------------------------------------------------------------------------------------------
 
 
@@ -61,10 +51,9 @@ def wait_for_previous(PDL: tl.constexpr):
 def _record_rows_kernel(
     cos, sin, block_cos, block_sin, ring_slots, new_cos, new_sin, slots,
     total, queries, window, cos_b, cos_l, sin_b, sin_l, slots_p,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
     """Program (token, position batch): writes the token's row and ring entry; with MEANS also the mean of its block."""
-    wait_for_previous(PDL)
     token = tl.program_id(0)
     p = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + p * slots_p + token)
@@ -97,10 +86,9 @@ def _record_rows_kernel(
 @triton.jit
 def _block_means_kernel(
     cos, sin, block_cos, block_sin,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (block of any position batch): the means over its rows."""
-    wait_for_previous(PDL)
     block = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DIM_PAD)
     stored = (block * BLOCK + tl.arange(0, BLOCK)[:, None]) * DIM + d[None, :]
@@ -140,12 +128,11 @@ def record_rows(
         cos, sin, block_cos, block_sin, ring_slots, new_cos, new_sin, slots,
         total, queries, ring_slots.shape[1],
         _batch_stride(new_cos), new_cos.stride(1), _batch_stride(new_sin), new_sin.stride(1), _batch_stride(slots),
-        DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, MEANS=means, num_warps=4, **launch_options(cos.device),
+        DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, MEANS=means, num_warps=4
     )  # fmt: skip
     if not means and dim:
         _block_means_kernel[(cos.shape[0] * (total // BLOCK),)](
-            cos, sin, block_cos, block_sin, DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, num_warps=4,
-            **launch_options(cos.device),
+            cos, sin, block_cos, block_sin, DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, num_warps=4
         )  # fmt: skip
 
 
@@ -154,41 +141,27 @@ def _batch_stride(x: Tensor) -> int:
     return 0 if x.shape[0] == 1 else x.stride(0)
 
 
-def launch_options(device: torch.device) -> dict[str, bool]:
-    """The kernel's PDL flag, and the launch option that goes with it."""
-    return {"PDL": True, "launch_pdl": True} if dependent_launch(device) else {"PDL": False}
-
-
-@lru_cache(maxsize=None)
-def dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the previous one ends (programmatic dependent launch: NVIDIA 9.0 and later)."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 # ---- encode -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _encode_kernel(
-    codes, scales, value_codes, value_scales, ring_key, ring_value,
-    key_pre, key, value, encoder, value_transform, slots, parts, counters,
+    value_codes, value_scales, ring_key, ring_value, key_pre, key, value, encoder, value_transform, slots, parts,
     tokens, queries, total, window, slots_p,
     pre_b, pre_l, key_b, key_l, key_n, value_b, value_l, value_n,
     E: tl.constexpr, R: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr,
-    BITS: tl.constexpr, QUANTIZED: tl.constexpr,
+    BITS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_R: tl.constexpr, TILE_E: tl.constexpr, SPLIT_E: tl.constexpr, TILE_V: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (job): first the latent jobs, then the value jobs."""
-    wait_for_previous(PDL)
     R_TILES: tl.constexpr = (R + TILE_R - 1) // TILE_R
     latent_jobs = tl.cdiv(tokens, TILE_M) * (R_TILES * SPLIT_E)
     program = tl.program_id(0)
     if program < latent_jobs:
         _encode_latents(
-            codes, scales, key_pre, encoder, slots, parts, counters, program,
-            tokens, queries, total, slots_p, pre_b, pre_l,
-            E, R, R_TILES, QUANTIZED, TILE_M, TILE_R, TILE_E, SPLIT_E, PRECISION,
+            key_pre, encoder, parts, program, tokens, queries, pre_b, pre_l,
+            E, R, R_TILES, TILE_M, TILE_R, TILE_E, SPLIT_E, PRECISION,
         )  # fmt: skip
     else:
         _encode_values(
@@ -201,60 +174,48 @@ def _encode_kernel(
 
 @triton.jit
 def _encode_latents(
-    codes, scales, key_pre, encoder, slots, parts, counters, program,
-    tokens, queries, total, slots_p, pre_b, pre_l,
-    E: tl.constexpr, R: tl.constexpr, R_TILES: tl.constexpr, QUANTIZED: tl.constexpr,
+    key_pre, encoder, parts, program, tokens, queries, pre_b, pre_l,
+    E: tl.constexpr, R: tl.constexpr, R_TILES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_R: tl.constexpr, TILE_E: tl.constexpr, SPLIT_E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part of a tile of latents; the job that completes the tile's tokens quantises and stores them."""
-    JOBS: tl.constexpr = R_TILES * SPLIT_E
-    tile = program // JOBS
-    job = program % JOBS
-    m = tile * TILE_M + tl.arange(0, TILE_M)
+    """One part of a tile of latents."""
+    job = program % (R_TILES * SPLIT_E)
+    m = program // (R_TILES * SPLIT_E) * TILE_M + tl.arange(0, TILE_M)
     live = m < tokens
-    b = (m // queries).to(tl.int64)
-    token = m % queries
-    slot = tl.load(slots + b * slots_p + token, mask=live, other=0)
-    target = b * total + slot
-    # -- this job's part of the latents
     r = (job % R_TILES) * TILE_R + tl.arange(0, TILE_R)
     part = job // R_TILES
     E_PART: tl.constexpr = ((E + SPLIT_E - 1) // SPLIT_E + TILE_E - 1) // TILE_E * TILE_E
-    row = key_pre + b * pre_b + token * pre_l
+    row = key_pre + (m // queries).to(tl.int64) * pre_b + (m % queries) * pre_l
     latent = tl.zeros((TILE_M, TILE_R), tl.float32)
     for start in range(0, E_PART, TILE_E):
         e = part * E_PART + start + tl.arange(0, TILE_E)
         rows = tl.load(row[:, None] + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
         basis = tl.load(encoder + e[:, None] * R + r[None, :], mask=(e < E)[:, None] & (r < R)[None, :], other=0.0)
         latent = tl.dot(rows, basis.to(rows.dtype), latent, input_precision=PRECISION)
-    inside = live[:, None] & (r < R)[None, :]
-    if SPLIT_E == 1 and not QUANTIZED:
-        tl.store(codes + target[:, None] * R + r[None, :], latent.to(codes.dtype.element_ty), mask=inside)
-    else:
-        here = parts + (part * tokens + m[:, None]).to(tl.int64) * R + r[None, :]
-        tl.store(here, latent, mask=inside)
-        # -- the last job of the tile to arrive has every part in memory
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == JOBS - 1:
-            tl.debug_barrier()
-            top = tl.zeros((TILE_M,), tl.float32)
-            for first in range(0, R, TILE_E):
-                c = first + tl.arange(0, TILE_E)
-                known = live[:, None] & (c < R)[None, :]
-                z = _sum_parts(parts, m, c, tokens, known, R, SPLIT_E)
-                top = tl.maximum(top, tl.max(tl.abs(z), axis=1))
-            scale = tl.maximum(top / 127.0, 5.9604644775390625e-08).to(tl.float16)
-            for first in range(0, R, TILE_E):
-                c = first + tl.arange(0, TILE_E)
-                known = live[:, None] & (c < R)[None, :]
-                z = _sum_parts(parts, m, c, tokens, known, R, SPLIT_E)
-                if QUANTIZED:
-                    z = round_half_even(z / scale.to(tl.float32)[:, None])
-                    z = tl.minimum(tl.maximum(z, -127.0), 127.0)
-                tl.store(codes + target[:, None] * R + c[None, :], z.to(codes.dtype.element_ty), mask=known)
-            if QUANTIZED:
-                tl.store(scales + target, scale, mask=live)
+    here = parts + (part * tokens + m[:, None]).to(tl.int64) * R + r[None, :]
+    tl.store(here, latent, mask=live[:, None] & (r < R)[None, :])
+
+
+@triton.jit
+def _quantize_kernel(
+    parts, codes, scales, slots, tokens, queries, total, slots_p,
+    R: tl.constexpr, R_PAD: tl.constexpr, SPLIT_E: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """Program (token): the sum of its parts, quantised."""
+    m = tl.program_id(0)
+    b = (m // queries).to(tl.int64)
+    slot = tl.load(slots + b * slots_p + m % queries)
+    r = tl.arange(0, R_PAD)
+    latent = tl.zeros((R_PAD,), tl.float32)
+    for part in tl.static_range(SPLIT_E):
+        latent += tl.load(parts + (part * tokens + m).to(tl.int64) * R + r, mask=r < R, other=0.0)
+    target = b * total + slot
+    if QUANTIZED:
+        scale = tl.maximum(tl.max(tl.abs(latent), axis=0) / 127.0, 5.9604644775390625e-08).to(tl.float16)
+        latent = round_half_even(latent / scale.to(tl.float32))
+        latent = tl.minimum(tl.maximum(latent, -127.0), 127.0)
+        tl.store(scales + target, scale)
+    tl.store(codes + target * R + r, latent.to(codes.dtype.element_ty), mask=r < R)
 
 
 @triton.jit
@@ -318,15 +279,6 @@ def _encode_values(
             tl.store(at, packed.to(tl.int32).to(tl.uint8), mask=live[:, None] & (j < D // 2)[None, :])
 
 
-@triton.jit
-def _sum_parts(parts, m, r, tokens, inside, R: tl.constexpr, SPLIT_E: tl.constexpr):
-    total = tl.zeros(inside.shape, tl.float32)
-    for part in tl.static_range(SPLIT_E):
-        here = parts + (part * tokens + m[:, None]).to(tl.int64) * R + r[None, :]
-        total += tl.load(here, mask=inside, other=0.0, cache_modifier=".cg")
-    return total
-
-
 def encode(
     codes: Tensor,
     scales: Tensor,
@@ -353,26 +305,26 @@ def encode(
     encoder, value_transform, slots = encoder.contiguous(), value_transform.contiguous(), row_major(slots, 1)
     bits = 8 * value_codes.shape[-1] // dim if value_codes.dtype == torch.uint8 else 0
     half_precision = key_pre.dtype != torch.float32
-    # A decode call is a few rows: the encoder's bytes are all there is to move, so it is cut into many small pieces.
     decode = tokens <= 64
     tile_m = 16 if tokens <= 16 else 32 if decode else 64
     tile_r = min(32 if decode else 64, max(16, next_power_of_2(rank)))
     tile_e = max(16, min(128 if decode else 64, next_power_of_2(joint)))
-    split = max(1, min(4, joint // 1024)) if decode else 1
+    split = max(1, min(8, joint // 256)) if decode else 1
     tiles = -(-tokens // tile_m)
     jobs = tiles * (-(-rank // tile_r)) * split
     tile_v = 16 if decode else 32
     parts = torch.empty((split, tokens, rank), dtype=torch.float32, device=codes.device)
-    counters = torch.zeros(tiles, dtype=torch.int32, device=codes.device)
     _encode_kernel[(jobs + -(-tokens * kv_heads // tile_v),)](
-        codes, scales, value_codes, value_scales, ring_key, ring_value,
-        key_pre, key, value, encoder, value_transform, slots, parts, counters,
+        value_codes, value_scales, ring_key, ring_value, key_pre, key, value, encoder, value_transform, slots, parts,
         tokens, queries, codes.shape[1], ring_key.shape[1], _batch_stride(slots),
         key_pre.stride(0), key_pre.stride(1), key.stride(0), key.stride(1), key.stride(2),
         value.stride(0), value.stride(1), value.stride(2),
         E=joint, R=rank, N=kv_heads, D=dim, D_PAD=max(16, next_power_of_2(dim)), GROUP=value_group(dim),
-        BITS=bits, QUANTIZED=codes.dtype == torch.int8,
-        TILE_M=tile_m, TILE_R=tile_r, TILE_E=tile_e, SPLIT_E=split, TILE_V=tile_v,
+        BITS=bits, TILE_M=tile_m, TILE_R=tile_r, TILE_E=tile_e, SPLIT_E=split, TILE_V=tile_v,
         PRECISION="tf32" if half_precision else "ieee",
-        num_warps=4, num_stages=3 if decode else 2, **launch_options(codes.device),
+        num_warps=4, num_stages=3 if decode else 2,
+    )  # fmt: skip
+    _quantize_kernel[(tokens,)](
+        parts, codes, scales, slots, tokens, queries, codes.shape[1], _batch_stride(slots),
+        R=rank, R_PAD=next_power_of_2(rank), SPLIT_E=split, QUANTIZED=codes.dtype == torch.int8, num_warps=4,
     )  # fmt: skip

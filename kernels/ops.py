@@ -89,9 +89,11 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The anchored operator means PyTorch's own."""
-    return torch.nn.functional.scaled_dot_product_attention(
+    out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+    # Views after it were traced for the layout that the shape function below promises; not every implementation returns it.
+    return out.transpose(1, 2).contiguous().transpose(1, 2) if out.dim() == 4 else out
 
 
 def _fake_score(query: Tensor, codes: Tensor, *_: Any) -> Tensor:

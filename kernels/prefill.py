@@ -1,11 +1,13 @@
-"""Every cached token rebuilt on a GPU: into memory (``sals::materialize``) or straight into attention (``sals::reconstruct``).
+"""Every cached token rebuilt on a GPU: into memory (``sals::materialize``) or into attention (``sals::reconstruct``).
 
-The head dim is handled as ``D/2`` *pairs*, the two dims that a rotation mixes: a rebuilt key is two tiles ``[T, D/2]``, and a logit
-is the sum of two dots, so that rotating is elementwise and nothing is permuted. Dims that do not rotate pair up
-with cos 1 and sin 0. Values are two tiles likewise, the low and the high half of the head, as their 4-bit codes are stored.
+The head dim is handled as ``D/2`` *pairs*, the two dims that a rotation mixes: a rebuilt key is two tiles ``[T,
+D/2]``, and a logit is the sum of two dots, so that rotating is elementwise and nothing is permuted. Dims that do not
+rotate pair up with cos 1 and sin 0. Values are two tiles likewise, the low and the high half of the head, as 4-bit
+codes are stored.
 
-Fully rebuilt attention is a matrix product of depth ``R`` per token and head, far more work than attending: programs
-of all heads run over the same tokens at the same time, so that latents come from L2, and each rebuilt tile lives in registers only.
+Fully rebuilt attention is a matrix product of depth ``R`` per token and head, far more work than attending. Programs
+of all heads run over the same tokens at the same time, so that latents come from L2; a rebuilt tile lives in
+registers only.
 
 Dimensions and storage as in ``reference.py``.
 """
@@ -20,7 +22,18 @@ import triton.language as tl
 from torch import Tensor
 
 from . import codegen, reference
-from .dense import LOG2E, combine, dense_attention, flags, multiprocessors, power_of_two, precision, rows_last, split_count, store_partial
+from .dense import (
+    LOG2E,
+    capability,
+    combine,
+    dense_attention,
+    flags,
+    multiprocessors,
+    power_of_two,
+    precision,
+    rows_last,
+    split_count,
+)
 
 #: Query rows (tokens times heads of a group) up to which rebuilding each token once a call beats writing it out.
 FUSED_ROWS = 64
@@ -42,7 +55,7 @@ def _dequantised_values(
     value_codes, value_scales, inside, VALUE_BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_T: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Low and high half of the values of ``BLOCK_T`` tokens, fp32 ``[T, PAIRS]``; the pointers ``[T]`` point to each token's head."""
+    """Low and high half of ``BLOCK_T`` values, fp32 ``[T, PAIRS]``, from pointers ``[T]`` to each token's head."""
     half: tl.constexpr = D // 2
     pair = tl.arange(0, PAIRS)
     shown = inside[:, None] & (pair < half)[None, :]
@@ -196,6 +209,7 @@ def _materialize_kernel(
     D: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
@@ -255,22 +269,23 @@ def _materialize_kernel(
         BLOCK_T,
         PAIRS,
     )
-    dim = tl.arange(0, BLOCK_D)
-    value = _untransformed(low, high, value_transform, transform_stride, compute, D, PAIRS, BLOCK_D, PRECISION)
-    from_ring = exact[:, None] & (dim < D)[None, :]
-    ring = tl.load(ring_value + ring_at[:, None] + dim[None, :], mask=from_ring, other=0.0)
-    value = tl.where(from_ring, ring.to(tl.float32), value)
-    tl.store(out_value + out_at[:, None] + dim[None, :], value.to(compute), mask=inside[:, None] & (dim < D)[None, :])
+    for column in tl.range(0, D, CHUNK, num_stages=1):
+        dim = column + tl.arange(0, CHUNK)
+        value = _untransformed(low, high, value_transform, transform_stride, dim, compute, D, PAIRS, PRECISION)
+        value_from_ring = exact[:, None] & (dim < D)[None, :]
+        ring = tl.load(ring_value + ring_at[:, None] + dim[None, :], mask=value_from_ring, other=0.0)
+        value = tl.where(value_from_ring, ring.to(tl.float32), value)
+        value_stored = inside[:, None] & (dim < D)[None, :]
+        tl.store(out_value + out_at[:, None] + dim[None, :], value.to(compute), mask=value_stored)
 
 
 @triton.jit
 def _untransformed(
-    low, high, value_transform, stride, DTYPE: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, BLOCK_D: tl.constexpr,
+    low, high, value_transform, stride, dim, DTYPE: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``[low, high] @ value_transform.T``: ``[M, PAIRS]`` twice to ``[M, BLOCK_D]`` fp32, multiplied in ``DTYPE``."""
+    """Columns ``dim`` of ``[low, high] @ value_transform.T``: ``[M, PAIRS]`` twice to ``[M, dims]``."""
     pair = tl.arange(0, PAIRS)
-    dim = tl.arange(0, BLOCK_D)
     at = value_transform + dim[None, :] * stride + pair[:, None]
     shown = (pair < D // 2)[:, None] & (dim < D)[None, :]
     out = tl.dot(low.to(DTYPE), tl.load(at, mask=shown, other=0.0).to(DTYPE), input_precision=PRECISION)
@@ -334,6 +349,7 @@ def _reconstruct_kernel(
     D: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -361,6 +377,7 @@ def _reconstruct_kernel(
     ring_key += batch * ring_stride_b + n * ring_stride_n
     ring_value += batch * ring_stride_b + n * ring_stride_n
     token = tl.arange(0, BLOCK_T)
+    line = ((batch * queries + q) * heads + h) * (SPLITS + 1) + split
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if split == SPLITS:
@@ -380,6 +397,8 @@ def _reconstruct_kernel(
                 MASK_FN, SCORE_FN, MASKS, MODIFIES, PRECISION,
             )  # fmt: skip
             out = tl.dot(weights.to(compute), value, out * decay[:, None], input_precision=PRECISION)
+        part_at = partial + line[:, None] * D + dim[None, :]
+        tl.store(part_at, out, mask=stored[:, None] & (dim < D)[None, :])
     else:
         stop = tl.max(UPPER_FN(b, q, capacity, args) + q * 0)
         start = tl.min(LOWER_FN(b, q, args) + q * 0) // BLOCK_T
@@ -416,9 +435,15 @@ def _reconstruct_kernel(
             weights = weights.to(compute)
             low_acc = tl.dot(weights, low.to(compute), low_acc * decay[:, None], input_precision=PRECISION)
             high_acc = tl.dot(weights, high.to(compute), high_acc * decay[:, None], input_precision=PRECISION)
-        out = _untransformed(low_acc, high_acc, value_transform, transform_stride, tl.float32, D, PAIRS, BLOCK_D, PRECISION)
-    line = ((batch * queries + q) * heads + h) * (SPLITS + 1) + split
-    store_partial(partial, partial_stats, line, out, top, total, stored, D, BLOCK_D)
+        for column in tl.range(0, D, CHUNK, num_stages=1):
+            dim = column + tl.arange(0, CHUNK)
+            out = _untransformed(
+                low_acc, high_acc, value_transform, transform_stride, dim, tl.float32, D, PAIRS, PRECISION
+            )
+            part_at = partial + line[:, None] * D + dim[None, :]
+            tl.store(part_at, out, mask=stored[:, None] & (dim < D)[None, :])
+    tl.store(partial_stats + line * 2, top, mask=stored)
+    tl.store(partial_stats + line * 2 + 1, total, mask=stored)
 
 
 @triton.jit
@@ -482,6 +507,7 @@ def _storage(
         "D": head_dim,
         "PAIRS": power_of_two(head_dim // 2),
         "BLOCK_D": power_of_two(head_dim),
+        "CHUNK": min(64, power_of_two(head_dim)),
         "VALUE_BITS": bits,
         "VALUE_GROUP": reference.value_group(head_dim),
         "PRECISION": precision(ring_key.dtype),
@@ -489,12 +515,15 @@ def _storage(
     return strides, constants
 
 
-def rebuild_tiling(head_dim: int, rank: int, dtype: torch.dtype) -> dict[str, int]:
+def rebuild_tiling(head_dim: int, rank: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
     """Tile and launch sizes of both kernels: tokens, latent coordinates a step."""
+    on_amd = capability(device) == 0
+    row_bytes = power_of_two(head_dim) * dtype.itemsize
+    block_t = 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32
     return {
-        "BLOCK_T": 128 if head_dim <= 128 and dtype != torch.float32 else 64,
+        "BLOCK_T": min(block_t, 8192 // row_bytes) if on_amd else block_t,
         "BLOCK_R": min(64, power_of_two(rank)),
-        "STAGES": 3,
+        "STAGES": 2 if on_amd or row_bytes > 512 else 3,
         "num_warps": 8,
     }
 
@@ -524,7 +553,7 @@ def materialize(
     strides, constants = _storage(
         codes, scales, value_codes, value_scales, ring_key, ring_slots, cos, decoder, value_transform, rotary
     )
-    tiles = tiles or rebuild_tiling(head_dim, codes.shape[-1], ring_key.dtype)
+    tiles = tiles or rebuild_tiling(head_dim, codes.shape[-1], ring_key.dtype, codes.device)
     _materialize_kernel[(kv_heads, triton.cdiv(capacity, tiles["BLOCK_T"]), batch)](
         codes,
         scales if scales.numel() else codes,
@@ -571,14 +600,14 @@ def reconstruct(
     sink_logits: Tensor | None = None,
     tiles: dict[str, int] | None = None,
 ) -> Tensor:
-    """See ``reference.reconstruct``. Few query rows: one fused kernel. Many: the tokens are rebuilt once, then attended."""
+    """See ``reference.reconstruct``. Few query rows: one fused kernel. Many: tokens are rebuilt once, then attended."""
     batch, queries, heads, head_dim = query.shape
     kv_heads, window = ring_key.shape[2], ring_key.shape[1]
     group = heads // kv_heads
     if queries * group > FUSED_ROWS:
         key, value = materialize(
-            codes, scales, value_codes, value_scales, ring_key, ring_value, ring_slots, cos, sin, decoder, value_transform,
-            capacity, rotary,
+            codes, scales, value_codes, value_scales, ring_key, ring_value, ring_slots, cos, sin, decoder,
+            value_transform, capacity, rotary,
         )  # fmt: skip
         return dense_attention(query, key, value, modifier, tensors, integers, scale, sink_logits)
     out = query.new_empty(query.shape)
@@ -588,8 +617,10 @@ def reconstruct(
     strides, constants = _storage(
         codes, scales, value_codes, value_scales, ring_key, ring_slots, cos, decoder, value_transform, rotary
     )
-    tiles = tiles or rebuild_tiling(head_dim, codes.shape[-1], query.dtype)
-    splits = split_count(batch * kv_heads, triton.cdiv(capacity, tiles["BLOCK_T"]), 2 * multiprocessors(query.device), 1)
+    tiles = tiles or rebuild_tiling(head_dim, codes.shape[-1], query.dtype, codes.device)
+    splits = split_count(
+        batch * kv_heads, triton.cdiv(capacity, tiles["BLOCK_T"]), 2 * multiprocessors(query.device), 1
+    )
     parts = splits + 1
     partial = torch.empty((batch, queries, heads, parts, head_dim), dtype=torch.float32, device=query.device)
     stats = torch.empty((batch, queries, heads, parts, 2), dtype=torch.float32, device=query.device)

@@ -123,9 +123,16 @@ def dequantize_latent(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales.float().unsqueeze(-1)
 
 
-def quantize_decoder(decoder: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 with one scale per column, transposed: ``[R, E] -> (codes int8 [E, R], scales fp32 [E])``."""
-    scales = (decoder.float().abs().amax(0) / 127.0).clamp_min(2.0**-126)
+def quantize_decoder(decoder: Tensor, head_dim: int, rotary_dim: int, rotary: str) -> tuple[Tensor, Tensor]:
+    """Symmetric int8, transposed: ``[R, E] -> (codes int8 [E, R], scales fp32 [E])``.
+
+    A scale belongs to a column, or to the two columns of a rotated pair (so that it commutes with the rotation).
+    """
+    top = decoder.float().abs().amax(0).unflatten(0, (-1, head_dim))
+    if rotary != "none":
+        part = top[:, :rotary_dim]
+        top = torch.cat((torch.maximum(part, _swap_pairs(part, rotary)), top[:, rotary_dim:]), dim=-1)
+    scales = (top.flatten() / 127.0).clamp_min(2.0**-126)
     codes = torch.round(decoder.float() / scales).clamp(-127, 127)
     return codes.to(torch.int8).T.contiguous(), scales
 
@@ -538,7 +545,7 @@ def attend(
     from_ring = weights[..., count:].flatten(2, 3) @ ring_value.float().permute(0, 2, 1, 3)  # [B,N,G*L,D]
     from_ring = from_ring.unflatten(2, (groups, queries)).permute(0, 3, 1, 2, 4)
     out = from_latents @ value_transform.float().T + from_ring
-    return out.flatten(2, 3).to(query.dtype)
+    return out.flatten(2, 3).to(query.dtype).contiguous()
 
 
 def reconstruct(
@@ -635,7 +642,7 @@ def dense_attention(
     logits = modify(logits.flatten(1, 2), kv, modifier, tensors, integers, None)
     weights = softmax(logits, sink_logits).unflatten(1, (kv_heads, -1))
     out = weights @ value.float().permute(0, 2, 1, 3).unsqueeze(2)
-    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype).contiguous().contiguous()
 
 
 # ---- the stateless form: one selection per block of queries -------------------------------------------------------------
@@ -678,9 +685,7 @@ def block_select(
     else:
         key_blocks = -(-total // BLOCK)
         fill = key_blocks * BLOCK - total
-        rows = [
-            torch.nn.functional.pad(r, (0, 0, 0, fill)).unflatten(1, (key_blocks, BLOCK)) for r in (cos, sin)
-        ]
+        rows = [torch.nn.functional.pad(r, (0, 0, 0, fill)).unflatten(1, (key_blocks, BLOCK)) for r in (cos, sin)]
         block_cos, block_sin = _block_means(*rows)
         unrotated = apply_rotary_transpose(
             mean.unsqueeze(2), block_cos[:, None, :, None, :], block_sin[:, None, :, None, :], rotary
@@ -738,4 +743,4 @@ def block_attend(
     weights = weights.view(batch, kv_heads, groups, blocks, query_block, count).permute(0, 3, 1, 2, 4, 5)
     out = (weights.flatten(3, 4) @ values).unflatten(3, (groups, query_block))  # [B,Q,N,G,Lq,Dv]
     out = out.permute(0, 1, 4, 2, 3, 5).reshape(batch, blocks * query_block, heads, value.shape[-1])
-    return out[:, :queries].to(query.dtype)
+    return out[:, :queries].to(query.dtype).contiguous().contiguous()

@@ -11,13 +11,12 @@ which is ``N`` times less arithmetic in the second, larger product. Then one pas
 
     score   s[t] = scale[t] sum_r codes[t, r] projected[block of t, r]
 
-and, when a selection follows, the counts of its first radix digit (``select.py``) while the scores are in registers.
+and, when a selection follows, the maxima of groups of tokens (``select.py``) while the scores are in registers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,14 +24,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import codegen
-from .encode import _batch_stride, launch_options, next_power_of_2, require_contiguous, row_major, wait_for_previous
+from .encode import _batch_stride, next_power_of_2, require_contiguous, row_major
 from .index_expr import Modifier
 from .reference import BLOCK
 
-#: Bits of the order-preserving integer form of a score that its first histogram counts: sign, exponent, 3 of the mantissa.
-BIN_BITS = 12
-BINS = tl.constexpr(1 << BIN_BITS)
-BIN_SHIFT = tl.constexpr(32 - BIN_BITS)
+#: Tokens of a tile of the score kernel (divides BLOCK), tiles of one program at most, pipeline stages and warps.
+SCORE_TOKENS, SCORE_TILES, SCORE_STAGES, SCORE_WARPS = 64, 8, 3, 4
+
+#: Latent coordinates of one program of the fold kernel.
+FOLD_TILE = 16
 
 
 @triton.jit
@@ -41,12 +41,6 @@ def order_of(x):
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(x > float("-inf"), ordered, -2147483648)
-
-
-@triton.jit
-def bin_of(ordered):
-    """The first digit of :func:`order_of`, from 0."""
-    return (ordered >> BIN_SHIFT) + BINS // 2
 
 
 @triton.jit
@@ -64,46 +58,39 @@ def _partner(d, DR: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _fold_kernel(
-    query, decoder, folded, zeroed, zeroed_size, rows, queries, query_b, query_l, query_h,
-    N: tl.constexpr, N_PAD: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DR: tl.constexpr, RS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TILE_R: tl.constexpr, TILE_D: tl.constexpr, ROWS: tl.constexpr, ZERO: tl.constexpr,
-    PDL: tl.constexpr,
+    query, decoder, folded, rows, queries, query_b, query_l, query_h,
+    N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, DR: tl.constexpr, RS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TILE_R: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of dims, tile of latent coordinates, ROWS query tokens); also zeroes the workspace of later kernels."""
-    wait_for_previous(PDL)
-    d = tl.program_id(0) * TILE_D + tl.arange(0, TILE_D)
-    r = tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)
-    n = tl.arange(0, N_PAD)
-    if ZERO > 0:
-        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-        for start in range(program * ZERO, zeroed_size, programs * ZERO):
-            at = start + tl.arange(0, ZERO)
-            tl.store(zeroed + at, tl.zeros((ZERO,), tl.int32), mask=at < zeroed_size)
+    """Program (tile of latent coordinates, ROWS query tokens): ``folded [rows, 2, RS, D]``, A and A'."""
+    r = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
+    d = tl.arange(0, D_PAD)
+    known = d < D
     other, sign = _partner(d, DR, INTERLEAVED)
-    known = (n < N)[:, None] & (d < D)[None, :]
-    basis = tl.load(
-        decoder + r[:, None, None] * (N * D) + n[None, :, None] * D + d[None, None, :],
-        mask=(r < RS)[:, None, None] & known[None, :, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    for i in tl.static_range(ROWS):
-        row = tl.program_id(2) * ROWS + i
-        if row < rows:
-            own = query + (row // queries).to(tl.int64) * query_b + (row % queries) * query_l
-            direct = tl.zeros((N_PAD, TILE_D), tl.float32)
-            across = tl.zeros((N_PAD, TILE_D), tl.float32)
+    inside = (r < RS)[:, None] & known[None, :]
+    basis_at = decoder + r[:, None] * (N * D) + d[None, :]
+    # The tile of the decoder is read again for every row, from the L1 cache.
+    for i in range(ROWS):
+        row = tl.minimum(tl.program_id(1) * ROWS + i, rows - 1)
+        own = query + (row // queries).to(tl.int64) * query_b + (row % queries) * query_l
+        direct = tl.zeros((TILE_R, D_PAD), tl.float32)
+        across = tl.zeros((TILE_R, D_PAD), tl.float32)
+        for n in tl.range(0, N, loop_unroll_factor=4):
+            summed = tl.zeros((D_PAD,), tl.float32)
+            partner = tl.zeros((D_PAD,), tl.float32)
             for g in tl.static_range(G):
-                heads = own + (n * G + g)[:, None] * query_h
-                direct += tl.load(heads + d[None, :], mask=known, other=0.0).to(tl.float32)
+                head = own + (n * G + g) * query_h
+                summed += tl.load(head + d, mask=known, other=0.0).to(tl.float32)
                 if DR > 0:
-                    across += tl.load(heads + other[None, :], mask=known, other=0.0).to(tl.float32)
-            at = folded + row.to(tl.int64) * (2 * D * RS) + d[None, :] * RS + r[:, None]
-            inside = (r < RS)[:, None] & (d < D)[None, :]
-            product = tl.sum(basis * direct[None, :, :], axis=1)
-            tl.store(at, product.to(folded.dtype.element_ty), mask=inside)
+                    partner += tl.load(head + other, mask=known, other=0.0).to(tl.float32)
+            basis = tl.load(basis_at + n * D, mask=inside, other=0.0).to(tl.float32)
+            direct += basis * summed[None, :]
             if DR > 0:
-                product = tl.sum(basis * across[None, :, :], axis=1) * sign[None, :]
-                tl.store(at + D * RS, product.to(folded.dtype.element_ty), mask=inside)
+                across += basis * partner[None, :]
+        at = folded + row.to(tl.int64) * (2 * RS * D) + r[:, None] * D + d[None, :]
+        tl.store(at, direct.to(folded.dtype.element_ty), mask=inside)
+        if DR > 0:
+            tl.store(at + RS * D, (across * sign[None, :]).to(folded.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -111,10 +98,9 @@ def _project_kernel(
     folded, block_cos, block_sin, projected, queries, blocks, capacity, rows_p, args,
     D: tl.constexpr, D_PAD: tl.constexpr, DR: tl.constexpr, RS: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr, UPPER_FN: tl.constexpr, PRECISION: tl.constexpr,
-    TILE_B: tl.constexpr, TILE_R: tl.constexpr, TILE_D: tl.constexpr, PDL: tl.constexpr,
+    TILE_B: tl.constexpr, TILE_R: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of blocks, tile of latent coordinates, query token): projected queries, fp32."""
-    wait_for_previous(PDL)
     row = tl.program_id(2)
     b = row // queries
     block = tl.program_id(0) * TILE_B + tl.arange(0, TILE_B)
@@ -123,11 +109,11 @@ def _project_kernel(
         live = (block < blocks)[:, None]
         total = tl.zeros((TILE_B, TILE_R), tl.float32)
         means = (b.to(tl.int64) * rows_p + block[:, None]) * DR
-        at = folded + row.to(tl.int64) * (2 * D * RS) + r[None, :]
+        at = folded + row.to(tl.int64) * (2 * RS * D) + r[None, :] * D
         for start in tl.static_range(0, D_PAD, TILE_D):
             d = start + tl.arange(0, TILE_D)
             inside = (d < D)[:, None] & (r < RS)[None, :]
-            direct = tl.load(at + d[:, None] * RS, mask=inside, other=0.0)
+            direct = tl.load(at + d[:, None], mask=inside, other=0.0)
             if DR == 0:
                 cos = tl.full((TILE_B, TILE_D), 1.0, tl.float32)
             else:
@@ -137,7 +123,7 @@ def _project_kernel(
             total = tl.dot(cos.to(direct.dtype), direct, total, input_precision=PRECISION)
             if DR > 0 and start < DR:
                 other, _ = _partner(d, DR, INTERLEAVED)
-                across = tl.load(at + D * RS + d[:, None] * RS, mask=inside, other=0.0)
+                across = tl.load(at + RS * D + d[:, None], mask=inside, other=0.0)
                 sin = tl.load(block_sin + means + other[None, :], mask=turned, other=0.0).to(direct.dtype)
                 total = tl.dot(sin, across, total, input_precision=PRECISION)
         tl.store(
@@ -149,36 +135,31 @@ def _project_kernel(
 
 @triton.jit
 def _score_kernel(
-    codes, scales, projected, ring_slots, slots, scores, counts,
+    codes, scales, projected, ring_slots, slots, scores, maxima,
     total, queries, heads, capacity, window, sinks, blocks, ring_p, slots_p, args,
-    R: tl.constexpr, RS: tl.constexpr, TILE_R: tl.constexpr, TILE_T: tl.constexpr, BLOCK: tl.constexpr,
-    QUANTIZED: tl.constexpr, BLOCKWISE: tl.constexpr, HISTOGRAM: tl.constexpr,
+    R: tl.constexpr, RS: tl.constexpr, TILE_R: tl.constexpr, TILE_T: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, BLOCKWISE: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
     MASK_FN: tl.constexpr, UPPER_FN: tl.constexpr, LOWER_FN: tl.constexpr, MASKS: tl.constexpr, PER_HEAD: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of tokens within one block, batch): scores for every query token of the call."""
-    wait_for_previous(PDL)
+    """Program (TILES tiles of TILE_T tokens, batch): scores for every query token of the call."""
     b = tl.program_id(1)
-    first = tl.program_id(0) * TILE_T
-    t = first + tl.arange(0, TILE_T)
+    first = tl.program_id(0) * (TILE_T * TILES)
+    last = tl.minimum(first + TILE_T * TILES, total)
     stop = UPPER_FN(b, 0, capacity, args)
     start = LOWER_FN(b, 0, args)
     for q in range(1, queries):
         stop = tl.maximum(stop, UPPER_FN(b, q, capacity, args))
         start = tl.minimum(start, LOWER_FN(b, q, args))
-    never = tl.full((TILE_T,), float("-inf"), tl.float32)
-    if (first >= stop) | (first + TILE_T <= start):
-        for q in range(queries):
-            tl.store(scores + (b * queries + q).to(tl.int64) * total + t, never)
-    else:
-        held = tl.load(ring_slots + b.to(tl.int64) * ring_p + t % window) == t
+    # Tiles from `begin` to `end` hold tokens that the mask can allow; the others' codes are not read.
+    begin = tl.minimum(tl.maximum(first, start // TILE_T * TILE_T), last)
+    end = tl.maximum(tl.minimum(last, tl.cdiv(stop, TILE_T) * TILE_T), begin)
+    _never(scores, maxima, b * queries, queries, total, first, begin, TILE_T, GROUP)
+    _never(scores, maxima, b * queries, queries, total, end, last, TILE_T, GROUP)
+    for tile in tl.range(begin, end, TILE_T, num_stages=STAGES):
+        t = tile + tl.arange(0, TILE_T)
         token = b.to(tl.int64) * total + t
-        kv = tl.minimum(t, capacity - 1)
         # A tile lies in one block, so one projected query serves it.
-        block = first // BLOCK if BLOCKWISE else 0
-        scale = tl.full((TILE_T,), 1.0, tl.float32)
-        if QUANTIZED:
-            scale = tl.load(scales + token).to(tl.float32)
+        block = tile // BLOCK if BLOCKWISE else 0
         for q in range(queries):
             row = (b * queries + q).to(tl.int64)
             value = tl.zeros((TILE_T,), tl.float32)
@@ -191,12 +172,15 @@ def _score_kernel(
                 else:
                     latent = tl.load(codes + token[:, None] * R + r[None, :], mask=(r < RS)[None, :], other=0)
                 value += tl.sum(latent.to(tl.float32) * weight[None, :], axis=1)
-            value *= scale
+            if QUANTIZED:
+                value *= tl.load(scales + token).to(tl.float32)
             slot = tl.load(slots + b.to(tl.int64) * slots_p + q)
             kept = (t < sinks) | ((t > slot - window) & (t <= slot))
             value = tl.where(kept, float("inf"), value)
+            held = tl.load(ring_slots + b.to(tl.int64) * ring_p + t % window) == t
             allowed = (t < capacity) & (held == 0)
             if MASKS:
+                kv = tl.minimum(t, capacity - 1)
                 if PER_HEAD:
                     any_head = MASK_FN(b, 0, q, kv, args)
                     for h in range(1, heads):
@@ -204,29 +188,25 @@ def _score_kernel(
                     allowed = allowed & any_head
                 else:
                     allowed = allowed & MASK_FN(b, 0, q, kv, args)
-            value = tl.where(allowed, value, never)
+            value = tl.where(allowed, value, float("-inf"))
             tl.store(scores + row * total + t, value)
-            if HISTOGRAM:
-                ordered = order_of(value)
-                at = counts + row * BINS + bin_of(ordered)
-                tl.atomic_add(at, 1, mask=value > float("-inf"), sem="relaxed")
+            if GROUP > 0:
+                g = tile // GROUP + tl.arange(0, TILE_T // GROUP)
+                tops = tl.max(tl.reshape(order_of(value), (TILE_T // GROUP, GROUP)), axis=1)
+                tl.store(maxima + row * (total // GROUP) + g, tops)
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """Zeroed scratch of the select kernel: counts per bin and arrival counters, one int32 buffer."""
-
-    buffer: Tensor
-    counts: Tensor  # [rows, BINS]
-    counters: Tensor  # [rows]
-
-    @staticmethod
-    def allocate(rows: int, device: torch.device, zero: bool, extra: int = 0) -> Workspace:
-        """``zero=False`` leaves the zeroing to the fold kernel; ``extra`` more integers follow (for a later kernel)."""
-        make = torch.zeros if zero else torch.empty
-        buffer = make(rows * (BINS.value + 1) + extra, dtype=torch.int32, device=device)
-        split = rows * BINS.value
-        return Workspace(buffer, buffer[:split], buffer[split : split + rows])
+@triton.jit
+def _never(scores, maxima, row, queries, total, begin, end, TILE_T: tl.constexpr, GROUP: tl.constexpr):
+    """Tiles begin .. end score -inf."""
+    for tile in range(begin, end, TILE_T):
+        t = tile + tl.arange(0, TILE_T)
+        for q in range(queries):
+            tl.store(scores + (row + q).to(tl.int64) * total + t, tl.full((TILE_T,), float("-inf"), tl.float32))
+            if GROUP > 0:
+                g = tile // GROUP + tl.arange(0, TILE_T // GROUP)
+                least = tl.full((TILE_T // GROUP,), -2147483648, tl.int32)
+                tl.store(maxima + (row + q).to(tl.int64) * (total // GROUP) + g, least)
 
 
 def score(
@@ -245,9 +225,10 @@ def score(
     score_rank: int,
     sinks: int,
     rotary: str,
-    workspace: Workspace | None = None,
+    maxima: Tensor | None = None,
+    group: int = 0,
 ) -> Tensor:
-    """See ``reference.score``. With a ``workspace``: zeroes it, and counts the scores' first digits into it."""
+    """See ``reference.score``. ``maxima [B*L, S/group]`` int32, when given, gets each group's largest :func:`order_of`."""
     require_contiguous(codes=codes, scales=scales, block_cos=block_cos, block_sin=block_sin, ring_slots=ring_slots)
     query, decoder, slots = row_major(query, 1), decoder.contiguous(), row_major(slots, 1)
     batch, queries, heads, dim = query.shape
@@ -261,47 +242,39 @@ def score(
     device = query.device
     half_precision = query.dtype != torch.float32
 
-    folded = torch.empty((rows, 2, dim, score_rank), dtype=query.dtype, device=device)
-    n_pad = next_power_of_2(kv_heads)
-    tile_d = 16 if n_pad <= 32 else 8
-    tile_r = max(4, min(16, 8192 // (n_pad * tile_d)))
-    # A row of the fold reads the decoder once, from L2: share it among rows where it is large.
-    shared = min(4, rows) if kv_heads * dim * score_rank >= 1 << 20 else 1
-    zeroed = workspace.buffer if workspace is not None else ring_slots
-    _fold_kernel[(triton.cdiv(dim, tile_d), triton.cdiv(score_rank, tile_r), triton.cdiv(rows, shared))](
-        query, decoder, folded, zeroed, zeroed.numel(), rows, queries, query.stride(0), query.stride(1), query.stride(2),
-        N=kv_heads, N_PAD=n_pad, G=heads // kv_heads, D=dim, DR=rotary_dim, RS=score_rank, INTERLEAVED=interleaved,
-        TILE_R=tile_r, TILE_D=tile_d, ROWS=shared, ZERO=0 if workspace is None else 1024, num_warps=4,
-        **launch_options(device),
+    folded = torch.empty((rows, 2, score_rank, dim), dtype=query.dtype, device=device)
+    d_pad = max(16, next_power_of_2(dim))
+    # A program reads its tile of the decoder from L2 once, for all its rows.
+    shared = max(1, min(4, rows * decoder.numel() * score_rank // rank >> 23))
+    _fold_kernel[(triton.cdiv(score_rank, FOLD_TILE), triton.cdiv(rows, shared))](
+        query, decoder, folded, rows, queries, query.stride(0), query.stride(1), query.stride(2),
+        N=kv_heads, G=heads // kv_heads, D=dim, D_PAD=d_pad, DR=rotary_dim, RS=score_rank, INTERLEAVED=interleaved,
+        TILE_R=FOLD_TILE, ROWS=shared, num_warps=4,
     )  # fmt: skip
 
     blocks = total // BLOCK if rotary_dim else 1
     projected = torch.empty((rows, blocks, score_rank), dtype=torch.float32, device=device)
     tile_b = 64 if rows * blocks >= 2048 else 32 if blocks > 16 else 16
     tile_r = min(64, max(16, next_power_of_2(score_rank)))
-    d_pad = max(16, next_power_of_2(dim))
     _project_kernel[(triton.cdiv(blocks, tile_b), triton.cdiv(score_rank, tile_r), rows)](
         folded, block_cos, block_sin, projected, queries, blocks, capacity,
         block_cos.shape[1] if block_cos.shape[0] > 1 else 0, args,
         D=dim, D_PAD=d_pad, DR=rotary_dim, RS=score_rank, BLOCK=BLOCK, INTERLEAVED=interleaved,
         UPPER_FN=generated.upper_fn, PRECISION="tf32" if half_precision else "ieee",
-        TILE_B=tile_b, TILE_R=tile_r, TILE_D=min(64, d_pad), num_warps=4, **launch_options(device),
+        TILE_B=tile_b, TILE_R=tile_r, TILE_D=min(64, d_pad), num_warps=4,
     )  # fmt: skip
 
     scores = torch.empty((batch, queries, total), dtype=torch.float32, device=device)
     tile_r = max(16, min(256, next_power_of_2(score_rank)))
-    _score_kernel[(total // TILE_T, batch)](
-        codes, scales, projected, ring_slots, slots, scores, zeroed if workspace is None else workspace.counts,
+    # Enough programs to fill the device; beyond that, longer ones, whose loads are pipelined.
+    tiles = max(1, min(SCORE_TILES, total // SCORE_TOKENS * batch // 512))
+    _score_kernel[(triton.cdiv(total, SCORE_TOKENS * tiles), batch)](
+        codes, scales, projected, ring_slots, slots, scores, scores if maxima is None else maxima,
         total, queries, heads, capacity, ring_slots.shape[1], sinks, blocks,
         _batch_stride(ring_slots), _batch_stride(slots), args,
-        R=rank, RS=score_rank, TILE_R=tile_r, TILE_T=TILE_T, BLOCK=BLOCK,
-        QUANTIZED=codes.dtype == torch.int8, BLOCKWISE=rotary_dim > 0, HISTOGRAM=workspace is not None,
+        R=rank, RS=score_rank, TILE_R=tile_r, TILE_T=SCORE_TOKENS, TILES=tiles, BLOCK=BLOCK,
+        QUANTIZED=codes.dtype == torch.int8, BLOCKWISE=rotary_dim > 0, GROUP=group, STAGES=SCORE_STAGES,
         MASK_FN=generated.mask_fn, UPPER_FN=generated.upper_fn, LOWER_FN=generated.lower_fn, MASKS=generated.masks,
-        PER_HEAD=Modifier.parse(modifier).mask.uses("h"), num_warps=SCORE_WARPS, **launch_options(device),
+        PER_HEAD=Modifier.parse(modifier).mask.uses("h"), num_warps=SCORE_WARPS,
     )  # fmt: skip
     return scores
-
-
-#: Tokens of one program of the score kernel; divides BLOCK.
-TILE_T = 64
-SCORE_WARPS = 4

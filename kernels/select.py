@@ -1,15 +1,15 @@
 """Triton kernels of ``sals::select``: the exact top-k of each row of scores, as ascending indices.
 
-Radix selection on the order-preserving integer form of fp32. The first digit (12 bits: sign, exponent, three mantissa bits) is
-counted by the score kernel's epilogue, or here by a kernel of its own. Then one launch of several programs per row:
+The k-th largest *maximum* of disjoint groups of tokens is a lower bound on the k-th largest score: k groups reach it, each with
+a token. With twice as many groups as wanted tokens, or more, hardly more tokens than wanted reach it. So:
 
-1. each program finds the *threshold bin* (the bin of the k-th largest) from the counts, and compacts the tokens of its tile whose bin
-   is at least that one into its own segment, in index order;
-2. the last program of a row to arrive reads the segments, a few hundred tokens in all, finds the k-th largest key bit by bit,
-   gives ties to the lower index by counting, and writes the indices in order.
+1. the maxima of groups of up to 16 tokens are left by the score kernel's epilogue (or found here by a kernel of their own);
+2. one program a row bounds the k-th score by the leading 16 bits of the k-th maximum, found two bits at a time by counting;
+3. it reads the scores of the groups that reach the bound (about k), compacts the tokens that do (a few hundred), finds the
+   k-th largest key among them, gives ties to the lower index by counting, and writes the indices.
 
-Nothing depends on the order of arrival, so the result is deterministic. Rows of any content are exact: when the threshold
-bin holds more tokens than fit in registers (constant rows), step 2 reads the segments repeatedly instead.
+Compaction keeps the order of indices, so nothing is sorted, and nothing is atomic, so the result is deterministic. Any row is
+exact: where more groups or tokens reach the bound than registers hold (constant rows), the row is streamed once for every two bits.
 """
 
 from __future__ import annotations
@@ -21,155 +21,169 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .encode import launch_options, next_power_of_2, wait_for_previous
-from .score import BIN_SHIFT, BINS, Workspace, bin_of, order_of, score
+from .encode import next_power_of_2
+from .score import order_of, score
 
 LEAST = tl.constexpr(-2147483648)
-#: Distance of the keys of neighbouring bins.
-UNIT = tl.constexpr(1 << BIN_SHIFT.value)
 
 
 @triton.jit
-def _count_kernel(scores, counts, total, TILE: tl.constexpr, PDL: tl.constexpr):
-    """Program (tile, row): adds the tile's first digits to the row's counts."""
-    wait_for_previous(PDL)
+def _maxima_kernel(scores, maxima, total, groups, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Program (tile, row): the largest key of each group of the tile."""
     row = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    ordered = order_of(tl.load(scores + row * total + t, mask=t < total, other=float("-inf")))
-    tl.atomic_add(counts + row * BINS + bin_of(ordered), 1, mask=ordered != LEAST, sem="relaxed")
+    keys = order_of(tl.load(scores + row * total + t, mask=t < total, other=float("-inf")))
+    g = tl.program_id(0) * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+    tl.store(maxima + row * groups + g, tl.max(tl.reshape(keys, (TILE // GROUP, GROUP)), axis=1), mask=g < groups)
 
 
 @triton.jit
 def _select_kernel(
-    scores, counts, counters, keys, sizes, out, total, k,
-    TILE: tl.constexpr, TILES_PAD: tl.constexpr, HELD: tl.constexpr, K_PAD: tl.constexpr, PDL: tl.constexpr,
+    scores, maxima, scratch, out, total, groups, k,
+    GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr, PICKS: tl.constexpr, HELD: tl.constexpr, K_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, row). ``keys [rows, tiles, TILE, 2]`` int32 (key, index) and ``sizes [rows, tiles]`` are scratch."""
-    wait_for_previous(PDL)
-    row = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0)
-    tiles = tl.num_programs(0)
-    t = tile * TILE + tl.arange(0, TILE)
-    ordered = order_of(tl.load(scores + row * total + t, mask=t < total, other=float("-inf")))
-    # -- the threshold bin: the largest whose tokens, with those of the bins above, number k or more (or bin 0)
-    above = tl.cumsum(tl.load(counts + row * BINS + tl.arange(0, BINS)), axis=0, reverse=True)
-    threshold = tl.maximum(tl.sum((above >= k).to(tl.int32), axis=0) - 1, 0)
-    candidate = (bin_of(ordered) >= threshold) & (ordered != LEAST)
-    place = tl.cumsum(candidate.to(tl.int32), axis=0) - 1
-    segment = keys + (row * tiles + tile) * (2 * TILE)
-    tl.store(segment + 2 * place, ordered, mask=candidate)
-    tl.store(segment + 2 * place + 1, t, mask=candidate)
-    tl.store(sizes + row * tiles + tile, tl.sum(candidate.to(tl.int32), axis=0))
+    """Program (row). ``scratch [rows, PICKS + 2 * HELD]`` int32."""
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * total
+    scratch += row * (PICKS + 2 * HELD)
+    out += row * k
+    g = tl.arange(0, GROUPS_PAD)
+    tops = tl.load(maxima + row * groups + g, mask=g < groups, other=LEAST)
+    # -- the largest 16-bit prefix that k maxima reach; -inf and NaN (LEAST) never count
+    bound = tl.full((), LEAST, tl.int32)
+    for step in range(8):
+        unit = tl.full((), 1 << 30, tl.int32) >> (2 * step)
+        bound += _digits(tops, bound, unit, k) * unit
+    bound = tl.maximum(bound, LEAST + 1)
+    picked = tops >= bound
+    picks = tl.sum(picked.to(tl.int32), axis=0)
+    found = 0
+    if picks <= PICKS:
+        found = _gather(scores, scratch, picked, picks, bound, total, GROUP, GROUPS_PAD, PICKS)
+    if (picks <= PICKS) & (found <= HELD):
+        _finish(scratch + PICKS, out, found, bound, k, HELD)
+    else:
+        _finish_streamed(scores, out, total, k, HELD)
+        found = k
+    pad = tl.arange(0, K_PAD)
+    tl.store(out + pad, tl.full((K_PAD,), -1, tl.int32), mask=(pad >= found) & (pad < k))
+
+
+@triton.jit
+def _digits(keys, limit, unit, k):
+    """The largest of 0 .. 3 such that ``k`` keys or more reach ``limit + digit * unit``: three counts packed in one sum."""
+    packed = (keys >= limit + unit).to(tl.int64)
+    packed += (keys >= limit + 2 * unit).to(tl.int64) << 20
+    packed += (keys >= limit + 3 * unit).to(tl.int64) << 40
+    packed = tl.sum(packed, axis=0)
+    return (
+        ((packed & 0xFFFFF) >= k).to(tl.int32)
+        + (((packed >> 20) & 0xFFFFF) >= k).to(tl.int32)
+        + ((packed >> 40) >= k).to(tl.int32)
+    )
+
+
+@triton.jit
+def _gather(scores, scratch, picked, picks, bound, total, GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr,
+            PICKS: tl.constexpr):  # fmt: skip
+    """Compact the (key, index) of every token that reaches the bound behind the PICKS group numbers; their number."""
+    tl.store(scratch + tl.cumsum(picked.to(tl.int32), axis=0) - 1, tl.arange(0, GROUPS_PAD), mask=picked)
     tl.debug_barrier()
-    arrived = tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu")
-    if arrived == tiles - 1:
-        tl.debug_barrier()
-        which = tl.arange(0, TILES_PAD)
-        size = tl.load(sizes + row * tiles + which, mask=which < tiles, other=0, cache_modifier=".cg")
-        ends = tl.cumsum(size, axis=0)
-        found = tl.sum(size, axis=0)
-        # The k-th largest key has the threshold bin for its first digit; its other bits are found below.
-        base = (threshold - BINS // 2) << BIN_SHIFT
-        out_row = out + row * k
-        if found <= HELD:
-            _finish_held(keys, size, ends, found, base, out_row, row, tiles, k, TILE, TILES_PAD, HELD)
-        else:
-            _finish_streamed(keys, sizes, base, out_row, row, tiles, k, TILE)
-        pad = tl.arange(0, K_PAD)
-        tl.store(out_row + pad, tl.full((K_PAD,), -1, tl.int32), mask=(pad >= found) & (pad < k))
+    i = tl.arange(0, PICKS)
+    group = tl.load(scratch + i, mask=i < picks, other=0, cache_modifier=".cg")
+    t = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    keys = order_of(tl.load(scores + t, mask=(i < picks)[:, None] & (t < total), other=float("-inf")))
+    keys = tl.reshape(keys, (PICKS * GROUP,))
+    t = tl.reshape(t, (PICKS * GROUP,))
+    reached = keys >= bound
+    place = tl.cumsum(reached.to(tl.int32), axis=0) - 1
+    found = tl.sum(reached.to(tl.int32), axis=0)
+    # More than fit are not stored: the caller streams the row instead.
+    held = reached & (place < PICKS)
+    tl.store(scratch + PICKS + 2 * place, keys, mask=held)
+    tl.store(scratch + PICKS + 2 * place + 1, t, mask=held)
+    tl.debug_barrier()
+    return found
 
 
 @triton.jit
-def _finish_held(
-    keys, size, ends, found, base, out_row, row, tiles, k,
-    TILE: tl.constexpr, TILES_PAD: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
+def _finish(pairs, out, found, bound, k, HELD: tl.constexpr):
     """Choose among at most HELD candidates, all in registers."""
-    which = tl.arange(0, TILES_PAD)
     i = tl.arange(0, HELD)
-    # Candidate i lies in the segment before which fewer than or exactly i candidates end.
-    source = tl.sum((ends[None, :] <= i[:, None]).to(tl.int32), axis=1)
-    source = tl.minimum(source, tiles - 1)
-    before = tl.sum(tl.where(which[None, :] < source[:, None], size[None, :], 0), axis=1)
-    at = keys + ((row * tiles + source) * TILE + i - before) * 2
-    key = tl.load(at, mask=i < found, other=LEAST, cache_modifier=".cg")
-    index = tl.load(at + 1, mask=i < found, other=-1, cache_modifier=".cg")
-    limit = base
-    # Two bits a step: three counts, packed in one sum.
-    unit = UNIT
-    for _ in range(BIN_SHIFT // 2):
-        unit = unit // 4
-        packed = (key >= limit + unit).to(tl.int64)
-        packed += (key >= limit + 2 * unit).to(tl.int64) << 20
-        packed += (key >= limit + 3 * unit).to(tl.int64) << 40
-        packed = tl.sum(packed, axis=0)
-        digits = ((packed & 0xFFFFF) >= k).to(tl.int32)
-        digits += (((packed >> 20) & 0xFFFFF) >= k).to(tl.int32)
-        digits += ((packed >> 40) >= k).to(tl.int32)
-        limit += digits * unit
-    equal = (key == limit) & (i < found)
-    ties = k - tl.sum(((key > limit) & (i < found)).to(tl.int32), axis=0)
-    chosen = ((key > limit) & (i < found)) | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= ties))
-    if found <= k:
-        chosen = i < found
-    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    tl.store(out_row + place, index, mask=chosen)
+    live = i < found
+    # Distances from the bound, which is below them all: few leading bits to try.
+    key = tl.load(pairs + 2 * i, mask=live, other=LEAST, cache_modifier=".cg").to(tl.int64) - bound
+    index = tl.load(pairs + 2 * i + 1, mask=live, other=-1, cache_modifier=".cg")
+    span = tl.max(key, axis=0)
+    limit = tl.full((), 0, tl.int64)
+    for step in range(16):
+        unit = tl.full((), 1 << 30, tl.int64) >> (2 * step)
+        if unit <= span:
+            limit += _digits(key, limit, unit, k) * unit
+    larger = live & (key > limit)
+    equal = live & (key == limit)
+    ties = k - tl.sum(larger.to(tl.int32), axis=0)
+    chosen = larger | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= ties))
+    chosen = chosen | (live & (found <= k))
+    tl.store(out + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, index, mask=chosen)
 
 
 @triton.jit
-def _finish_streamed(keys, sizes, base, out_row, row, tiles, k, TILE: tl.constexpr):
-    """Choose among any number of candidates, read again for every bit."""
-    limit = base
-    unit = UNIT
-    for _ in range(BIN_SHIFT):
-        unit = unit // 2
-        reached = 0
-        for s in range(tiles):
-            key, index, live = _segment(keys, sizes, row, tiles, s, TILE)
-            reached += tl.sum(((key >= limit + unit) & live).to(tl.int32), axis=0)
-        if reached >= k:
-            limit += unit
+def _finish_streamed(scores, out, total, k, TILE: tl.constexpr):
+    """Choose among all tokens of the row, k or more of which can be chosen."""
+    limit = tl.full((), LEAST, tl.int32)
+    for step in range(16):
+        unit = tl.full((), 1 << 30, tl.int32) >> (2 * step)
+        one = 0
+        two = 0
+        three = 0
+        for first in range(0, total, TILE):
+            key = _row_keys(scores, first, total, TILE)
+            one += tl.sum((key >= limit + unit).to(tl.int32), axis=0)
+            two += tl.sum((key >= limit + 2 * unit).to(tl.int32), axis=0)
+            three += tl.sum((key >= limit + 3 * unit).to(tl.int32), axis=0)
+        limit += ((one >= k).to(tl.int32) + (two >= k).to(tl.int32) + (three >= k).to(tl.int32)) * unit
     larger = 0
-    for s in range(tiles):
-        key, index, live = _segment(keys, sizes, row, tiles, s, TILE)
-        larger += tl.sum(((key > limit) & live).to(tl.int32), axis=0)
-    ties = k - larger
+    for first in range(0, total, TILE):
+        larger += tl.sum((_row_keys(scores, first, total, TILE) > limit).to(tl.int32), axis=0)
     equals = 0
     written = 0
-    for s in range(tiles):
-        key, index, live = _segment(keys, sizes, row, tiles, s, TILE)
-        equal = (key == limit) & live
-        chosen = ((key > limit) & live) | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) + equals <= ties))
+    for first in range(0, total, TILE):
+        key = _row_keys(scores, first, total, TILE)
+        equal = key == limit
+        chosen = (key > limit) | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) + equals <= k - larger))
         place = written + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        tl.store(out_row + place, index, mask=chosen & (place < k))
+        tl.store(out + place, first + tl.arange(0, TILE), mask=chosen)
         equals += tl.sum(equal.to(tl.int32), axis=0)
         written += tl.sum(chosen.to(tl.int32), axis=0)
 
 
 @triton.jit
-def _segment(keys, sizes, row, tiles, s, TILE: tl.constexpr):
-    i = tl.arange(0, TILE)
-    live = i < tl.load(sizes + row * tiles + s, cache_modifier=".cg")
-    at = keys + ((row * tiles + s) * TILE + i) * 2
-    key = tl.load(at, mask=live, other=LEAST, cache_modifier=".cg")
-    index = tl.load(at + 1, mask=live, other=-1, cache_modifier=".cg")
-    return key, index, live
+def _row_keys(scores, first, total, TILE: tl.constexpr):
+    t = first + tl.arange(0, TILE)
+    return order_of(tl.load(scores + t, mask=t < total, other=float("-inf")))
 
 
-def _finish(scores: Tensor, k: int, workspace: Workspace) -> Tensor:
-    """Indices from scores whose first digits are counted in ``workspace``."""
-    total = scores.shape[-1]
-    rows = scores.numel() // total
-    device = scores.device
-    out = torch.empty((*scores.shape[:-1], k), dtype=torch.int32, device=device)
-    tile = 1024 if total <= 16384 else 2048 if total <= 1 << 18 else 4096
-    tiles = triton.cdiv(total, tile)
-    keys = torch.empty((rows, tiles, tile, 2), dtype=torch.int32, device=device)
-    sizes = torch.empty((rows, tiles), dtype=torch.int32, device=device)
-    _select_kernel[(tiles, rows)](
-        scores, workspace.counts, workspace.counters, keys, sizes, out, total, k,
-        TILE=tile, TILES_PAD=max(2, next_power_of_2(tiles)), HELD=max(2048, 2 * next_power_of_2(k)),
-        K_PAD=next_power_of_2(k), num_warps=8, **launch_options(scores.device),
+def group_size(total: int, k: int) -> int:
+    """Tokens of a group: at most 16, fewer when that leaves fewer than 2 k groups, more when 8192 groups would not do."""
+    size = 1
+    while size < 16 and total // (2 * size) >= 2 * k:
+        size *= 2
+    while size < 64 and total // size > 8192:
+        size *= 2
+    return size
+
+
+def _select(scores: Tensor, maxima: Tensor, group: int, k: int) -> Tensor:
+    total, groups = scores.shape[-1], maxima.shape[1]
+    rows = maxima.shape[0]
+    picks = next_power_of_2(2 * k)
+    scratch = torch.empty((rows, 3 * picks), dtype=torch.int32, device=scores.device)
+    out = torch.empty((*scores.shape[:-1], k), dtype=torch.int32, device=scores.device)
+    _select_kernel[(rows,)](
+        scores, maxima, scratch, out, total, groups, k,
+        GROUP=group, GROUPS_PAD=next_power_of_2(groups), PICKS=picks, HELD=picks, K_PAD=next_power_of_2(k),
+        num_warps=8,
     )  # fmt: skip
     return out
 
@@ -179,11 +193,11 @@ def select(scores: Tensor, k: int) -> Tensor:
     scores = scores.contiguous()
     total = scores.shape[-1]
     rows = scores.numel() // total
-    workspace = Workspace.allocate(rows, scores.device, zero=True)
-    _count_kernel[(triton.cdiv(total, 1024), rows)](
-        scores, workspace.counts, total, TILE=1024, num_warps=4, **launch_options(scores.device)
-    )
-    return _finish(scores, k, workspace)
+    group = group_size(total, k)
+    groups = triton.cdiv(total, group)
+    maxima = torch.empty((rows, groups), dtype=torch.int32, device=scores.device)
+    _maxima_kernel[(triton.cdiv(total, 1024), rows)](scores, maxima, total, groups, TILE=1024, GROUP=group, num_warps=4)
+    return _select(scores, maxima, group, k)
 
 
 def score_select(
@@ -203,13 +217,13 @@ def score_select(
     sinks: int,
     rotary: str,
     k: int,
-    workspace: Workspace | None = None,
 ) -> Tensor:
-    """See ``reference.score_select``. The fold kernel zeroes the workspace and the score kernel counts the first digits."""
-    if workspace is None:
-        workspace = Workspace.allocate(query.shape[0] * query.shape[1], query.device, zero=False)
+    """See ``reference.score_select``: the score kernel leaves the maxima."""
+    group = group_size(codes.shape[1], k)
+    rows = query.shape[0] * query.shape[1]
+    maxima = torch.empty((rows, codes.shape[1] // group), dtype=torch.int32, device=query.device)
     scores = score(
         query, codes, scales, decoder, block_cos, block_sin, ring_slots, slots, modifier, tensors, integers,
-        capacity, score_rank, sinks, rotary, workspace,
+        capacity, score_rank, sinks, rotary, maxima, group,
     )  # fmt: skip
-    return _finish(scores, k, workspace)
+    return _select(scores, maxima, group, k)

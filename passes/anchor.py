@@ -34,6 +34,8 @@ def anchor(gm: GraphModule) -> int:
 def _anchor_node(node: Node) -> None:
     arguments = dict(zip(_POSITIONAL, node.args, strict=False)) | dict(node.kwargs)
     keyword = {k: arguments.pop(k) for k in ("scale", "enable_gqa") if k in arguments}
-    positional = tuple(arguments.get(n, d) for n, d in zip(_POSITIONAL, (None, None, None, None, 0.0, False), strict=True))
+    positional = tuple(
+        arguments.get(n, d) for n, d in zip(_POSITIONAL, (None, None, None, None, 0.0, False), strict=True)
+    )
     node.target = ops.operator("scaled_dot_product_attention")
     node.args, node.kwargs = positional, keyword

@@ -1,17 +1,20 @@
 """One spelling for what has several: a table of rewrites that change no value.
 
-The matcher tracks axes and scales itself, so this pass only removes what does nothing (aliases, casts to the same type, expands to the same
-shape, dropout that is off) and gives composite operators their one ATen name. Each rule returns the node that replaces the one given, or None.
+The matcher tracks axes and scales itself, so this pass only removes what does nothing (aliases, casts to the same type, expands and slices to the
+same shape, dropout that is off), gives composite operators their one ATen name, and writes out what later passes need to see: a complex product as
+the real arithmetic it is, a softmax taken apart as a softmax. Each rule returns the node that replaces the one given, or None.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from .graph import aten, dtype_of, same, shape_of
+from .graph import aten, dtype_of, emit, is_float_cast, same, same_value, shape_of
 
 Rule = Callable[[Node], Node | None]
 
@@ -34,10 +37,40 @@ def _same_type(node: Node) -> Node | None:
     return source if kept and not any(v is not None for v in extra.values()) else None
 
 
+def _equal_shapes(a: Node, b: Node) -> bool:
+    return len(shape_of(a)) == len(shape_of(b)) and all(same(x, y) for x, y in zip(shape_of(a), shape_of(b), strict=True))
+
+
 def _same_shape(node: Node) -> Node | None:
     source = _source(node)
-    a, b = shape_of(source), shape_of(node)
-    return source if len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True)) else None
+    return source if _equal_shapes(source, node) else None
+
+
+def _whole_slice(node: Node) -> Node | None:
+    step = node.args[4] if len(node.args) > 4 else 1
+    return _same_shape(node) if step == 1 else None
+
+
+def _whole_scatter(node: Node) -> Node | None:
+    """``x[:] = source`` of the whole of ``x``."""
+    source, step = node.args[1], node.args[5] if len(node.args) > 5 else 1
+    assert isinstance(source, Node)
+    return source if step == 1 and _equal_shapes(source, node) and dtype_of(source) == dtype_of(node) else None
+
+
+def _copy(node: Node) -> Node | None:
+    """``copy(target, source)``: the source in the target's type and shape."""
+    source = node.args[1]
+    assert isinstance(source, Node)
+    if source.meta["val"].device != node.meta["val"].device:
+        return None
+    if dtype_of(source) != dtype_of(node):
+        source = emit(node, aten._to_copy.default, source, dtype=dtype_of(node))
+    if _equal_shapes(source, node):
+        return source
+    if not all(isinstance(s, int) for s in shape_of(node)):
+        return None
+    return emit(node, aten.expand.default, source, list(shape_of(node)))
 
 
 def _no_dropout(node: Node) -> Node | None:
@@ -45,14 +78,101 @@ def _no_dropout(node: Node) -> Node | None:
     return _source(node) if not node.args[2] or node.args[1] == 0 else None
 
 
-def _softmax(node: Node) -> Node | None:
+def _softmax_function(node: Node) -> Node | None:
     dtype = node.args[2] if len(node.args) > 2 else node.kwargs.get("dtype")
     if dtype not in (None, dtype_of(_source(node))):
         return None
-    with node.graph.inserting_before(node):
-        new = node.graph.call_function(aten._softmax.default, (_source(node), node.args[1], False))
+    return _softmax(node, _source(node), int(node.args[1]))  # type: ignore[arg-type]
+
+
+def _softmax(node: Node, source: Node, dim: int) -> Node:
+    new = emit(node, aten._softmax.default, source, dim, False)
     new.meta = dict(node.meta)
     return new
+
+
+def _unshifted(node: Node, dim: int) -> Node | None:
+    """``x`` when the node is ``x - max(x, dim)``, which no softmax sees."""
+    if node.op != "call_function" or node.target is not aten.sub.Tensor or node.kwargs:
+        return None
+    source, top = node.args[:2]
+    if not isinstance(source, Node) or not isinstance(top, Node):
+        return None
+    while is_float_cast(top):
+        top = top.args[0]  # type: ignore[assignment]
+    rank = len(shape_of(source))
+    if top.target is operator.getitem and top.args[1] == 0:
+        top = top.args[0]  # type: ignore[assignment]
+        if top.target is not aten.max.dim:  # type: ignore[union-attr]
+            return None
+    elif top.target is not aten.amax.default:
+        return None
+    where = top.args[1] if len(top.args) > 1 else ()  # type: ignore[union-attr]
+    dims = list(where) if isinstance(where, (list, tuple)) else [where]
+    keep = len(top.args) > 2 and top.args[2]  # type: ignore[union-attr]
+    if not keep or [int(d) % rank for d in dims] != [dim % rank]:  # type: ignore[arg-type]
+        return None
+    return source if same_value(source, top.args[0]) else None  # type: ignore[union-attr]
+
+
+def _shifted_softmax(node: Node) -> Node | None:
+    source = _unshifted(_source(node), int(node.args[1]))  # type: ignore[arg-type]
+    return None if source is None else _softmax(node, source, int(node.args[1]))  # type: ignore[arg-type]
+
+
+def _decomposed_softmax(node: Node) -> Node | None:
+    """``exp(x) / sum(exp(x), dim)``, with or without the maximum taken off first."""
+    top, total = node.args[:2]
+    if not isinstance(top, Node) or not isinstance(total, Node) or node.kwargs:
+        return None
+    if top.target is not aten.exp.default or total.target is not aten.sum.dim_IntList or total.kwargs:
+        return None
+    dims, keep = total.args[1], len(total.args) > 2 and total.args[2]
+    if len(dims) != 1 or not keep or not same_value(top, total.args[0]):  # type: ignore[arg-type]
+        return None
+    dim, source = int(dims[0]), _source(top)  # type: ignore[index,arg-type]
+    return _softmax(node, _unshifted(source, dim) or source, dim)
+
+
+def _complex_product(node: Node) -> Node | None:
+    """``view_as_real(view_as_complex(x) * y)`` in real arithmetic (rotary embeddings after Llama's original code)."""
+    product = _source(node)
+    if product.op != "call_function" or product.target is not aten.mul.Tensor:
+        return None
+    for number, other in (product.args[:2], product.args[1::-1]):
+        if isinstance(number, Node) and isinstance(other, Node) and number.target is aten.view_as_complex.default:
+            if not dtype_of(other).is_complex:
+                return None
+            real = emit(node, aten.view_as_real.default, other)
+            cos, sin = (emit(node, aten.select.int, real, -1, i) for i in (0, 1))
+            x, y = (emit(node, aten.select.int, number.args[0], -1, i) for i in (0, 1))
+
+            def mul(a: Node, b: Node) -> Node:
+                return emit(node, aten.mul.Tensor, a, b)
+
+            first = emit(node, aten.sub.Tensor, mul(x, cos), mul(y, sin))
+            second = emit(node, aten.add.Tensor, mul(y, cos), mul(x, sin))
+            return emit(node, aten.stack.default, [first, second], -1)
+    return None
+
+
+def _part(node: Node) -> Node | None:
+    """One output of a split or unbind: a slice or a select."""
+    whole, position = node.args
+    if not isinstance(whole, Node) or whole.op != "call_function" or not isinstance(position, int):
+        return None
+    if whole.target is aten.unbind.int:
+        dim = whole.args[1] if len(whole.args) > 1 else 0
+        return emit(node, aten.select.int, whole.args[0], dim, position)
+    if whole.target in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
+        dim: Any = whole.args[2] if len(whole.args) > 2 else whole.kwargs.get("dim", 0)
+        widths = [v.shape[dim] for v in whole.meta["val"]]
+        if not all(isinstance(w, int) for w in widths):
+            return None
+        start = sum(widths[:position])
+        dim = int(dim) % len(shape_of(whole.args[0]))  # type: ignore[arg-type]
+        return emit(node, aten.slice.Tensor, whole.args[0], dim, start, start + widths[position])
+    return None
 
 
 RULES: dict[object, Rule] = {
@@ -61,8 +181,15 @@ RULES: dict[object, Rule] = {
     aten.lift_fresh_copy.default: _identity,
     aten._to_copy.default: _same_type,
     aten.expand.default: _same_shape,
+    aten.slice.Tensor: _whole_slice,
+    aten.slice_scatter.default: _whole_scatter,
+    aten.copy.default: _copy,
     aten.dropout.default: _no_dropout,
-    aten.softmax.int: _softmax,
+    aten.softmax.int: _softmax_function,
+    aten._softmax.default: _shifted_softmax,
+    aten.div.Tensor: _decomposed_softmax,
+    aten.view_as_real.default: _complex_product,
+    operator.getitem: _part,
 }
 
 
@@ -74,7 +201,7 @@ def canonicalize(gm: GraphModule) -> GraphModule:
         if rule is None or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         # An output must stay a tensor of its own: returning a graph input is another contract.
-        if node in outputs and rule is not _softmax:
+        if node in outputs and rule in (_identity, _same_type, _same_shape, _whole_slice, _whole_scatter, _copy, _no_dropout, _part):
             continue
         replacement = rule(node)
         if replacement is not None:

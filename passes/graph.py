@@ -16,6 +16,7 @@ from typing import Any
 import networkx
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 
@@ -92,9 +93,11 @@ class ViewTrace:
         for position, size in enumerate(sizes):
             dim: list[Atom] = []
             if is_one(size):
-                # Take a size-one axis if one is next, unless the sizes left need it to line up; else an empty dim.
-                if pending and is_one(pending[0].size):
-                    dim.append(pending.pop(0))
+                # A size-one axis if one is next, else a new one: what is batch and what is head shows even where both are of size one.
+                dim.append(pending.pop(0) if pending and is_one(pending[0].size) else Atom(1, None))
+                if position == len(sizes) - 1:
+                    dim += pending
+                    pending = []
                 grouped.append(dim)
                 continue
             product: Size = 1
@@ -180,14 +183,15 @@ def _expand(trace: ViewTrace, node: Node) -> None:
     lead = len(sizes) - len(trace.dims)
     dims: Dims = [[Atom(s, None)] for s in sizes[:lead]]
     for dim, size in zip(trace.dims, sizes[lead:], strict=True):
-        whole = math.prod(a.size for a in dim) if dim else 1
-        dims.append(dim if same(whole, size) else [Atom(size, None)])
+        # Only an axis of size one can be expanded; any other keeps its size, also where symbols hide that.
+        stretched = all(is_one(a.size) for a in dim) and not is_one(size)
+        dims.append([Atom(size, None)] if stretched else dim)
     trace.dims = dims
 
 
 def _unsqueeze(trace: ViewTrace, node: Node) -> None:
     rank = len(trace.dims) + 1
-    trace.dims.insert(int(node.args[1]) % rank, [])  # type: ignore[arg-type]
+    trace.dims.insert(int(node.args[1]) % rank, [Atom(1, None)])  # type: ignore[arg-type]
 
 
 def _squeeze(trace: ViewTrace, node: Node) -> None:
@@ -277,14 +281,42 @@ def literal(value: Any) -> float | None:
     return None
 
 
-def trace_views(node: Node, *, scales: bool = False, stop: Iterable[Node] = ()) -> ViewTrace:
+def emit(before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new node before ``before``, with its traced value and the module that ``before`` comes from."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args, kwargs)
+
+    def value(argument: Node) -> Any:
+        return argument.meta["val"]
+
+    node.meta = {k: v for k, v in before.meta.items() if k in ("nn_module_stack", "stack_trace", "source_fn_stack")}
+    node.meta["val"] = target(*map_arg(args, value), **map_arg(kwargs, value))
+    return node
+
+
+def same_value(a: Any, b: Any, depth: int = 4) -> bool:
+    """Whether two arguments are the same node, or the same operator (up to ``depth`` deep) of the same."""
+    if a is b:
+        return True
+    if isinstance(a, Node) and isinstance(b, Node):
+        alike = depth > 0 and a.op == b.op == "call_function" and a.target is b.target and len(a.args) == len(b.args)
+        if not alike or a.kwargs.keys() != b.kwargs.keys() or torch.Tag.nondeterministic_seeded in getattr(a.target, "tags", ()):
+            return False
+        pairs = [*zip(a.args, b.args, strict=True), *((a.kwargs[k], b.kwargs[k]) for k in a.kwargs)]
+        return all(same_value(x, y, depth - 1) for x, y in pairs)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same_value(x, y, depth) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and not isinstance(a, Node) and a == b
+
+
+def trace_views(node: Node, *, scales: bool = False, casts: bool = True, stop: Iterable[Node] = ()) -> ViewTrace:
     """Follow ``node`` back through views and floating casts (and, with ``scales``, products with literals) to its base."""
     stop = set(stop)
     chain: list[Node] = []
     factors: list[float] = []
     current = node
     while current.op == "call_function" and current not in stop:
-        if (current.target in VIEW_OPS or is_float_cast(current)) and isinstance(current.args[0], Node):
+        if (current.target in VIEW_OPS or (casts and is_float_cast(current))) and isinstance(current.args[0], Node):
             chain.append(current)
             current = current.args[0]
             continue
@@ -306,6 +338,8 @@ def trace_views(node: Node, *, scales: bool = False, stop: Iterable[Node] = ()) 
                 continue
             try:
                 handler(trace, step)
+                if any(sum(not isinstance(a.size, int) for a in d) > 1 for d in trace.base_dims):
+                    raise _Unfactorable  # the sizes of two symbolic factors cannot be read from the base's shape
             except _Unfactorable:
                 current = step
                 chain = chain[:position]

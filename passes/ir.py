@@ -25,16 +25,21 @@ class Mismatch(Exception):
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of the graph and how its dims map to ``[B, S, N, D]`` (``layout``); ``factor`` multiplies it."""
+    """A tensor of the graph and how its dims map to ``[B, S, N, D]`` (``layout``); ``factor`` multiplies it, ``dtype`` rounds it."""
 
     node: Node
     layout: Layout
     factor: float = 1.0
+    dtype: torch.dtype | None = None
 
     def read(self, get: Callable[[Node], Any]) -> Any:
         """The operand in ``[B, S, N, D]`` form; ``get`` gives a node's value (a tensor, or an FX proxy while rewriting)."""
         value = self.layout.to_roles(get(self.node))
-        return value if self.factor == 1.0 else torch.ops.aten.mul.Tensor(value, self.factor)
+        if self.factor != 1.0:
+            value = torch.ops.aten.mul.Tensor(value, self.factor)
+        if self.dtype not in (None, self.node.meta["val"].dtype):
+            value = torch.ops.aten._to_copy.default(value, dtype=self.dtype)
+        return value
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,10 @@ class Projection:
     weight: Node
     bias: Node | None = None
     norm: Node | None = None
-    #: rows of ``weight`` that make the keys, when the projection is fused
+    #: output features (rows of ``[out, in]``) that make the keys, when the projection is fused
     rows: tuple[int, int] | None = None
+    #: the weight is kept ``[in, out]`` (GPT-2's ``Conv1D``)
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,11 @@ class AttentionSite:
     @property
     def rotary_dim(self) -> int:
         return 0 if self.key_rotary is None else self.key_rotary.dim
+
+    @property
+    def batch_folded(self) -> bool:
+        """Whether no batch axis was told apart from the heads (3-D operands): the heads then count as batch."""
+        return self.heads == 1 and not self.query.layout.order[2]
 
     @property
     def cached(self) -> bool:

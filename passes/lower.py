@@ -22,7 +22,9 @@ from ..kernels import ops
 Callee = Callable[[list[Any]], Any]
 
 
-def lower(gm: GraphModule, inputs: Sequence[Any], config: SalsConfig, mode: str | None, static: Sequence[int]) -> Callee:
+def lower(
+    gm: GraphModule, inputs: Sequence[Any], config: SalsConfig, mode: str | None, static: Sequence[int]
+) -> Callee:
     """Compile ``gm`` for ``inputs`` (fake tensors and symbolic integers, in placeholder order).
 
     Returns a function of the list of real inputs. ``static`` lists inputs whose storage never moves (parameters, state), for CUDA graphs.
@@ -59,7 +61,9 @@ def decompose(gm: GraphModule, inputs: Sequence[Any], table: dict[Any, Any], eve
         return make_fx(gm, decomposition_table=table)(*inputs)
 
 
-def _inductor(gm: GraphModule, inputs: Sequence[Any], config: SalsConfig, mode: str | None, static: Sequence[int]) -> Callee:
+def _inductor(
+    gm: GraphModule, inputs: Sequence[Any], config: SalsConfig, mode: str | None, static: Sequence[int]
+) -> Callee:
     import torch._inductor
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
@@ -144,11 +145,15 @@ def rewrite_dense(gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[R
             if observe and entry.action != "exact":
                 writer.call("observe", writer.input("query_moment", index, "moment"), site.query_pre.read(writer.get))
                 if not site.cached:
-                    writer.call("observe_keys", writer.input("key_moment", index, "moment"), site.key_pre.read(writer.get))
+                    writer.call(
+                        "observe_keys", writer.input("key_moment", index, "moment"), site.key_pre.read(writer.get)
+                    )
     return writer.finish(gm, 0)
 
 
-def rewrite_sparse(gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[RowGroup], config: SalsConfig) -> Rewritten:
+def rewrite_sparse(
+    gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[RowGroup], config: SalsConfig
+) -> Rewritten:
     """Every planned site through ``sals`` operators. Dense cache writes stay: the dense buffer mirrors the latents."""
     writer = _Writer(gm)
     started: set[int] = set()
@@ -169,6 +174,11 @@ def rewrite_sparse(gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[
             else:
                 result = _stateless(writer, index, entry, config)
             result = site.output_layout.from_roles(result)
+            if site.output.meta["val"].is_contiguous():  # views after it were traced for these strides
+                result = torch.ops.aten.contiguous.default(result)
+            if site.output.meta["val"].dim() == 3 and not site.output_layout.is_identity:
+                # A batched product is contiguous, and views after it were traced for that.
+                result = torch.ops.aten.contiguous.default(result)
         result.node.meta = dict(site.output.meta)
         output.replace_all_uses_with(result.node)
         count += 1

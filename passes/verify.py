@@ -71,7 +71,9 @@ def rotary_rows(site: AttentionSite, get: Any) -> tuple[Any, Any]:
     assert rotary is not None
     rows = [o.layout.to_roles(get(o.node)) for o in (rotary.cos, rotary.sin)]
     rows = [torch.ops.aten.squeeze.dim(r, 2) for r in rows]
-    if rotary.pairs:
+    if rotary.pairs and rotary.form == "half":
+        rows = [torch.ops.aten.cat.default([r, r], -1) for r in rows]
+    elif rotary.pairs:
         rows = [torch.ops.aten.repeat_interleave.self_int(r, 2, -1) for r in rows]
     return rows[0], rows[1]
 
@@ -158,7 +160,9 @@ def verify(sites: Sequence[AttentionSite], example: Mapping[Node, Any]) -> tuple
         error, problem = known[key]
         tolerance = TOLERANCE[site.dtype]
         if not problem and not error <= tolerance:
-            problem = f"verification failed: relative error {error:.2e} over the tolerance {tolerance:.0e} of {site.dtype}"
+            problem = (
+                f"verification failed: relative error {error:.2e} over the tolerance {tolerance:.0e} of {site.dtype}"
+            )
         if problem:
             declined.append(Declined(site.name, "verification", problem, node=site.output.name, depth=99))
         else:
@@ -220,7 +224,9 @@ def _run(
     # the plain mean of all values (a finite fill). Any other value there is a disagreement.
     empty = (actual == 0).all(-1, keepdim=True)
     if empty.any():
-        unmasked = replace(site, modifier=Modifier(), scale=0.0, modifier_tensors=(), modifier_integers=(), sink_logits=None)
+        unmasked = replace(
+            site, modifier=Modifier(), scale=0.0, modifier_tensors=(), modifier_integers=(), sink_logits=None
+        )
         mean = dense_meaning(unmasked, get, rows).float()
         close = (expected - mean).norm(dim=-1, keepdim=True) <= 2e-2 * mean.norm(dim=-1, keepdim=True)
         empty = empty & (expected.isnan().any(-1, keepdim=True) | (expected == 0).all(-1, keepdim=True) | close)

@@ -131,7 +131,9 @@ def compile_traced(
     refused = {d.name for d in failed}
     sites = [s for s in matched.sites if s.name not in refused]
     if not aligned:
-        declined += [Declined(s.name, "inputs", "graph inputs alias each other, so buffers cannot be told apart") for s in sites]
+        declined += [
+            Declined(s.name, "inputs", "graph inputs alias each other, so buffers cannot be told apart") for s in sites
+        ]
         sites = []
     if declined and config.on_decline == "error":
         lines = "\n".join(f"  {d.name}: {d.reason}" for d in declined)

@@ -140,7 +140,9 @@ def relative_rows(cos: Tensor, sin: Tensor, rotary: str, count: int) -> tuple[Te
     s1, s2 = _pairs(_finite(sin, "sin"), rotary)
     determinant = c1[0] * c2[0] + s1[0] * s2[0]
     if bool((determinant.abs() < 1e-12).any()):
-        raise ValueError("row 0 of cos and sin is no rotation (its pairs are singular): pass rows that a model has written")
+        raise ValueError(
+            "row 0 of cos and sin is no rotation (its pairs are singular): pass rows that a model has written"
+        )
     row = distances.to(c1.device)
     relative_c1 = (c1[row] * c2[0] + s1[row] * s2[0]) / determinant
     relative_s1 = (s1[row] * c1[0] - c1[row] * s1[0]) / determinant
@@ -164,7 +166,9 @@ def mean_over_distances(query_moment: Tensor, relative: tuple[Tensor, Tensor] | 
     total = torch.zeros_like(query_moment)
     for row_cos, row_sin in zip(cos, sin, strict=True):
         half = apply_rotary(query_moment, row_cos, row_sin, rotary)  # Q Rot^T
-        total += apply_rotary(half.transpose(-1, -2), row_cos, row_sin, rotary)  # Q is symmetric, so this is Rot Q Rot^T
+        total += apply_rotary(
+            half.transpose(-1, -2), row_cos, row_sin, rotary
+        )  # Q is symmetric, so this is Rot Q Rot^T
     return total / cos.shape[0]
 
 
@@ -172,9 +176,13 @@ def _basis(key_moment: Tensor, metric: Tensor | None, rank: int, blocks: int, me
     """Leading eigenvectors of ``M^½ C M^½``, within each of ``blocks`` diagonal blocks. ``metric [N,D,D]`` or None (identity)."""
     width = key_moment.shape[0]
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= width:
-        raise ValueError(f"rank={rank!r} is not possible for a joint key width of {width}: choose an integer from 1 to {width}")
+        raise ValueError(
+            f"rank={rank!r} is not possible for a joint key width of {width}: choose an integer from 1 to {width}"
+        )
     if blocks < 1 or width % blocks:
-        raise ValueError(f"kv_heads={blocks} does not divide the joint key width {width}: pass the model's number of KV heads")
+        raise ValueError(
+            f"kv_heads={blocks} does not divide the joint key width {width}: pass the model's number of KV heads"
+        )
     root = inverse = None
     covariance = key_moment
     if metric is not None:
@@ -218,13 +226,17 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     eigenvalues, vectors = torch.linalg.eigh(matrix / scale)
     residual = float((matrix / scale @ vectors - vectors * eigenvalues).abs().max())
     if not residual <= 1e-9 * matrix.shape[0]:
-        raise ArithmeticError(f"the eigendecomposition of a {list(matrix.shape)} covariance failed (residual {residual:.1e})")
+        raise ArithmeticError(
+            f"the eigendecomposition of a {list(matrix.shape)} covariance failed (residual {residual:.1e})"
+        )
     return eigenvalues * scale, vectors
 
 
 def _covariance(matrix: Tensor, name: str) -> Tensor:
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
-        raise ValueError(f"{name} has shape {list(matrix.shape)}: pass square second moments, such as a Calibration holds")
+        raise ValueError(
+            f"{name} has shape {list(matrix.shape)}: pass square second moments, such as a Calibration holds"
+        )
     matrix = _finite(matrix, name)
     return (matrix + matrix.transpose(-1, -2)) / 2
 

@@ -20,6 +20,7 @@ from .basis import Basis, pca, query_weighted, relative_rows, weights
 from .config import SalsConfig
 from .kernels import reference
 from .passes.ir import AttentionSite, SitePlan
+from .passes.rewrite import RowGroup
 
 log = logging.getLogger("sals_compile")
 
@@ -127,7 +128,9 @@ class Latents:
         return Latents(
             zeros((batch, slots, plan.rank), torch.int8 if latent_bits == 8 else dtype),
             zeros((batch, slots) if latent_bits == 8 else (0,), torch.float16),
-            zeros((batch, slots, heads, dim * value_bits // 8 if quantized else dim), torch.uint8 if quantized else dtype),
+            zeros(
+                (batch, slots, heads, dim * value_bits // 8 if quantized else dim), torch.uint8 if quantized else dtype
+            ),
             zeros((batch, slots, heads, dim // group, 2) if quantized else (0,), torch.float16),
             zeros((batch, window, heads, dim), dtype),
             zeros((batch, window, heads, dim), dtype),
@@ -185,7 +188,9 @@ def make_basis(memory: SiteMemory, plan: SitePlan, config: SalsConfig, rows: Row
         relative = None
         if rows is not None and site.key_rotary is not None:
             known = rows.written().nonzero().flatten()
-            relative = relative_rows(rows.cos[0][known].float(), rows.sin[0][known].float(), site.rotary_form, DISTANCES)
+            relative = relative_rows(
+                rows.cos[0][known].float(), rows.sin[0][known].float(), site.rotary_form, DISTANCES
+            )
         return query_weighted(memory.key_moment, memory.query_moment, relative, site.rotary_form, rank)
     return pca(memory.key_moment, rank)
 
@@ -255,3 +260,29 @@ def import_dense(
     recent = slots[-window:]
     latents.ring_key[:, recent % window] = key[:, -window:]
     latents.ring_value[:, recent % window] = value[:, -window:]
+
+
+def bytes_per_token(plan: SitePlan, config: SalsConfig) -> tuple[float, float]:
+    """``(stored, dense)`` KV bytes of a cached site per slot and batch row: codes, scales and its ring, over the slots it has.
+
+    Rotary rows are shared by all sites and counted in :func:`kv_bytes_per_token`.
+    """
+    site = plan.site
+    dense = 2.0 * site.joint_width * torch.empty((), dtype=site.dtype).element_size()
+    if site.key_cache is None or plan.action == "dense":
+        return dense, dense
+    capacity = site.key_cache.capacity
+    return Latents.allocate(plan, 1, capacity, config, torch.device("meta")).nbytes() / capacity, dense
+
+
+def kv_bytes_per_token(plans: Sequence[SitePlan], groups: Sequence[RowGroup], config: SalsConfig) -> dict[str, float]:
+    """KV bytes per slot and batch row over all cached sites: ``dense`` and ``sals`` (everything stored, rows once per group)."""
+    cached = [bytes_per_token(p, config) for p in plans if p.site.cached]
+    total = {"dense": sum(d for _, d in cached), "sals": sum(s for s, _ in cached)}
+    for group in groups:
+        site = plans[group.sites[0]].site
+        assert site.key_cache is not None
+        capacity = site.key_cache.capacity
+        rows = Rows.allocate(site, 1, capacity, config, torch.device("meta"))
+        total["sals"] += sum(t.nbytes for t in vars(rows).values()) / capacity
+    return total

@@ -177,5 +177,3 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise OptionError(f"option {name}={value!r}: allowed are {', '.join(map(repr, allowed))}{hint}")
-
-

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
+from .cache import bytes_per_token, kv_bytes_per_token
 from .config import SalsConfig
 from .passes.ir import AttentionSite, Declined, SitePlan
 
@@ -87,6 +88,13 @@ class GraphReport:
     def verified(self) -> int:
         return sum(s.verified_error is not None for s in self.sites)
 
+    def kv_bytes_per_token(self) -> dict[str, float]:
+        """KV-cache bytes per token and batch row over all cached sites, at the cache's capacity: ``dense`` and ``sals``.
+
+        Counted in ``sals``: latents and their scales, value codes and scales, the exact rings, and rotary rows with their block means.
+        """
+        return kv_bytes_per_token(self._compiled.plans, self._compiled.groups, self.config)
+
     def __str__(self) -> str:
         return format_sites(self.sites)
 
@@ -112,7 +120,9 @@ class Explanation:
 
     def _first(self) -> GraphReport:
         if not self.graphs:
-            raise ValueError("nothing was traced: the function ran without a graph (is it decorated with torch.compiler.disable?)")
+            raise ValueError(
+                "nothing was traced: the function ran without a graph (is it decorated with torch.compiler.disable?)"
+            )
         return next((g for g in self.graphs if g.sites), self.graphs[0])
 
     def __str__(self) -> str:
@@ -182,26 +192,6 @@ def _rotary_text(site: AttentionSite) -> str:
         return "none"
     partial = "" if site.rotary_dim == site.head_dim else f" {site.rotary_dim}/{site.head_dim}"
     return site.rotary_form + partial
-
-
-def bytes_per_token(plan: SitePlan, config: SalsConfig) -> tuple[float, float]:
-    """``(stored, dense)`` KV bytes per token and batch row of a cached site: codes, scales and its share of the ring; rows are shared
-    by all sites and counted by ``AdoptedCache.nbytes``."""
-    site = plan.site
-    item = torch.empty((), dtype=site.dtype).element_size()
-    dense = 2.0 * site.joint_width * item
-    if not site.cached or plan.action == "dense" or site.key_cache is None:
-        return dense, dense
-    from .kernels.reference import value_group
-
-    exact = plan.action == "exact"
-    key = plan.rank * item if exact or config.latent_bits == 16 else plan.rank + 2
-    if exact or config.value_bits == 16:
-        value: float = site.joint_width * item
-    else:
-        value = site.joint_width * config.value_bits / 8 + 4 * site.joint_width / value_group(site.head_dim)
-    ring = dense * min(config.recents, site.key_cache.capacity) / site.key_cache.capacity
-    return key + value + ring, dense
 
 
 def format_sites(sites: Sequence[SiteReport]) -> str:

@@ -19,7 +19,17 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .cache import AdoptedCache, Latents, Rows, SiteMemory, StorageDict, import_dense, make_basis, pre_rotary_keys, storage_key
+from .cache import (
+    AdoptedCache,
+    Latents,
+    Rows,
+    SiteMemory,
+    StorageDict,
+    import_dense,
+    make_basis,
+    pre_rotary_keys,
+    storage_key,
+)
 from .config import SalsConfig
 from .kernels import reference
 from .passes.graph import ancestors
@@ -68,7 +78,9 @@ class SizeReader:
 
     def substitute(self, expression: Any, args: Sequence[Any]) -> Any:
         """A sympy expression over the graph's symbols with the call's values put in."""
-        return expression.xreplace({s: _integer(self.sources[s](args)) for s in expression.free_symbols if s in self.sources})
+        return expression.xreplace(
+            {s: _integer(self.sources[s](args)) for s in expression.free_symbols if s in self.sources}
+        )
 
     def __call__(self, size: Any, args: Sequence[Any]) -> int:
         if isinstance(size, int):
@@ -106,7 +118,14 @@ class CompiledGraph:
         example: dict[Node, Any],
         mode: str | None,
     ) -> None:
-        self.gm, self.plans, self.groups, self.config, self.registry, self.mode = gm, plans, groups, config, registry, mode
+        self.gm, self.plans, self.groups, self.config, self.registry, self.mode = (
+            gm,
+            plans,
+            groups,
+            config,
+            registry,
+            mode,
+        )
         self.placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.position = {n: i for i, n in enumerate(self.placeholders)}
         self.sizes = SizeReader(self.placeholders)
@@ -149,7 +168,9 @@ class CompiledGraph:
         site = plan.site
         candidates = [site.projection.weight] if site.projection is not None else []
         written = {c.buffer for p in self.plans for c in (p.site.key_cache, p.site.value_cache) if c is not None}
-        candidates += [n for n in self.placeholders if n not in written and isinstance(example.get(n), torch.nn.Parameter)]
+        candidates += [
+            n for n in self.placeholders if n not in written and isinstance(example.get(n), torch.nn.Parameter)
+        ]
         candidates += [n for n in self.placeholders if n not in written]
         for node in candidates:
             tensor = example.get(node)
@@ -179,6 +200,8 @@ class CompiledGraph:
         if found is None or not isinstance(example.get(found.weight), Tensor):
             return None
         weight = example[found.weight].detach()
+        if found.transposed:
+            weight = weight.T
         if found.rows is not None:
             weight = weight[found.rows[0] : found.rows[1]]
         if weight.shape[0] != plan.site.joint_width:
@@ -245,7 +268,9 @@ class CompiledGraph:
             self._choose_phase(cache, keys, values, fresh, args)
         sparse = cache.phase == "sparse" and fresh <= self.config.decode_tokens and not born
         if cache.phase == "sparse" and not sparse:
-            cache.phase = "dense"  # a long prefill is exact; the buffers are up to date, and the next decode imports them
+            cache.phase = (
+                "dense"  # a long prefill is exact; the buffers are up to date, and the next decode imports them
+            )
         outputs = self._run("sparse" if sparse else "dense", args, cache)
         cache.tokens += fresh
         if born:
@@ -305,7 +330,9 @@ class CompiledGraph:
             site = self.plans[group.sites[0]].site
             assert site.key_cache is not None
             device = site.output.meta["val"].device
-            allocated = Rows.allocate(site, self._position_batch(group, args), site.key_cache.capacity, self.config, device)
+            allocated = Rows.allocate(
+                site, self._position_batch(group, args), site.key_cache.capacity, self.config, device
+            )
             rows.append(allocated)
             for index in group.sites:
                 at = index if born else storage_key(keys[self.cached.index(index)])
@@ -455,7 +482,9 @@ class CompiledGraph:
         """Shapes of a basis that is not computed yet, to compile a dynamic graph's sparse variant ahead."""
         plan = self.plans[entry.owner]
         width, dim = plan.site.joint_width, plan.site.head_dim
-        shape = {"encoder": (width, plan.rank), "decoder": (plan.rank, width), "value_transform": (dim, dim)}[entry.field]
+        shape = {"encoder": (width, plan.rank), "decoder": (plan.rank, width), "value_transform": (dim, dim)}[
+            entry.field
+        ]
         device = plan.site.output.meta["val"].device
         return torch.zeros(shape, dtype=torch.float32 if device.type == "cpu" else plan.site.dtype, device=device)
 
@@ -511,7 +540,8 @@ class CompiledGraph:
             device = site.output.meta["val"].device
             rows[group.index] = Rows.allocate(site, batch, site.key_cache.capacity, self.config, device)
         extra = [
-            getattr(rows[e.owner], e.field) if e.kind == "rows" else self._state(e, None, hints) for e in rewritten.inputs
+            getattr(rows[e.owner], e.field) if e.kind == "rows" else self._state(e, None, hints)
+            for e in rewritten.inputs
         ]
         variant = self._lower(rewritten, extra)
         variant.guards = []  # they reached Dynamo

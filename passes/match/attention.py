@@ -24,6 +24,7 @@ from ..graph import (
     ViewTrace,
     aten,
     dtype_of,
+    emit,
     inherit_roles,
     is_float_cast,
     is_one,
@@ -32,15 +33,16 @@ from ..graph import (
     trace_views,
 )
 from ..ir import AttentionSite, CacheWrite, Declined, MatchResult, Mismatch, Operand, module_path
-from .heads import group_heads, product, refine, split_batch
+from .heads import fold_batch, group_heads, product, refine, split_batch, split_rows
 from .kv_cache import match_cache
-from .mask import _BINARY, _UNARY, IndexInterpreter, fold_scale, split_mask
+from .mask import _BINARY, _UNARY, IndexInterpreter, fold_scale, split_mask, spread
 from .projection import match_projection
 from .rotary import match_rotary
 
 SDPA = ops.operator("scaled_dot_product_attention")
 SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
 PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
+Roles = list[tuple[Expr, list[Atom]]]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -85,17 +87,21 @@ def _from_sdpa(node: Node) -> AttentionSite:
         scale = 1.0 / math.sqrt(width)
     if not isinstance(scale, (int, float)):
         raise Mismatch("scale is not a literal", node)
-    traces = {n: trace_views(t, scales=True) for n, t in (("q", query), ("k", key), ("v", value))}
-    q, k, v = traces["q"].dims, traces["k"].dims, traces["v"].dims
-    lead = [d[0] if rank == 4 else d[0] for d in (q, k, v)]
-    heads = [d[1] if rank == 4 else [] for d in (q, k, v)]
-    tokens, dims = [d[-2] for d in (q, k, v)], [d[-1] for d in (q, k, v)]
-    if not same(product(tokens[1]), product(tokens[2])):
+    q, k, v = (trace_views(t, scales=True) for t in (query, key, value))
+    if not same(product(k.dims[-2]), product(v.dims[-2])):
         raise Mismatch("keys and values differ in length", node)
-    kv_heads = [group_heads(heads[1]), group_heads(heads[2])]
+    own = ViewTrace(node)
+    if rank == 4:
+        lead, heads = [q.dims[0], k.dims[0], v.dims[0]], [q.dims[1], group_heads(k.dims[1]), group_heads(v.dims[1])]
+        out_roles = [own.base_dims[d] for d in (0, 2, 1, 3)]
+        index: tuple[Expr, ...] = (B, H, Q, KV)
+    else:
+        lead, heads = fold_batch(q, k, v)
+        split = _split_to(own, own.base_dims[0][0], [a.size for a in (*lead[0], *heads[0])])
+        out_roles = [split[: len(lead[0])], own.base_dims[1], split[len(lead[0]) :], own.base_dims[2]]
+        index = (_role_index([*lead[0], *heads[0]], [(B, lead[0]), (H, heads[0])]), Q, KV)
     interpreter = IndexInterpreter()
     mask, score = TRUE, SCORE
-    index = (B, H, Q, KV) if rank == 4 else (B, Q, KV)
     attn_mask = arguments.get("attn_mask")
     if arguments.get("is_causal"):
         mask = make("le", KV, Q)  # upper-left aligned when L != S
@@ -109,13 +115,10 @@ def _from_sdpa(node: Node) -> AttentionSite:
     return _site(
         node,
         node,
-        traces=(traces["q"], traces["k"], traces["v"]),
-        roles=(
-            [lead[0], tokens[0], heads[0], dims[0]],
-            [lead[1], tokens[1], kv_heads[0], dims[1]],
-            [lead[2], tokens[2], kv_heads[1], dims[2]],
-        ),
-        output_sizes=[[0], [2], [1], [3]] if rank == 4 else [[0], [1], [], [2]],
+        traces=(q, k, v),
+        roles=tuple([lead[i], t.dims[-2], heads[i], t.dims[-1]] for i, t in enumerate((q, k, v))),  # type: ignore[arg-type]
+        own=own,
+        out_roles=out_roles,
         scale=float(scale),
         modifier=Modifier(mask, score),
         interpreter=interpreter,
@@ -134,6 +137,10 @@ class _Logits:
     path: list[Node]
 
 
+def _operands(node: Node) -> list[Any]:
+    return list(node.args[0]) if node.target is aten.cat.default else list(node.args)  # type: ignore[arg-type]
+
+
 def _leads_to_product(node: Any, memo: dict[Node, bool]) -> bool:
     if not isinstance(node, Node) or node.op != "call_function":
         return False
@@ -142,7 +149,7 @@ def _leads_to_product(node: Any, memo: dict[Node, bool]) -> bool:
         if node.target in PRODUCTS:
             memo[node] = True
         elif node.target in _ELEMENTWISE or node.target in VIEW_OPS or is_float_cast(node):
-            memo[node] = any(_leads_to_product(a, memo) for a in node.args)
+            memo[node] = any(_leads_to_product(a, memo) for a in _operands(node))
     return memo[node]
 
 
@@ -154,6 +161,7 @@ _ELEMENTWISE = {
     aten.where.ScalarOther,
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
+    aten.cat.default,  # of a sink's column
 }
 
 
@@ -168,7 +176,7 @@ def _find_logits(softmax: Node) -> _Logits:
         if node.target in PRODUCTS:
             path.append(node)
             break
-        candidates = [a for a in node.args if _leads_to_product(a, memo)]
+        candidates = [a for a in _operands(node) if _leads_to_product(a, memo)]
         if not candidates:
             raise Mismatch(f"no matrix product leads here through {node.target}", node, len(path))
         if len(set(candidates)) > 1:
@@ -223,22 +231,29 @@ def _const_size(size: Any) -> Expr:
 
 def _from_softmax(node: Node) -> AttentionSite:
     logits = _find_logits(node)
+    depth = len(logits.path)
     first = logits.product
     left, right = (first.args[1], first.args[2]) if first.target is aten.baddbmm.default else first.args[:2]
     query, key = trace_views(left, scales=True), trace_views(right, scales=True)  # type: ignore[arg-type]
     q_batch, q_heads, k_batch, k_heads = split_batch(query, query.dims[0], key, key.dims[0], batch_first=True)
-    q_roles = [q_batch, query.dims[1], q_heads, query.dims[2]]
+    row_heads, tokens = split_rows(query.dims[1], q_heads, query.dims[2])
+    q_roles = [q_batch, tokens, [*q_heads, *row_heads], query.dims[2]]
     k_roles = [k_batch, key.dims[2], k_heads, key.dims[1]]
 
     # The logit's expression, replayed from the product to the softmax over tracked axes.
     trace = ViewTrace(first)
-    batch = trace.base_dims[0][0]
-    sizes = [a.size for a in (*q_batch, *q_heads)]
-    factors = _split_to(trace, batch, sizes)
-    b_atoms, h_atoms = factors[: len(q_batch)], factors[len(q_batch) :]
-    roles = [(B, b_atoms), (H, h_atoms), (Q, [trace.base_dims[1][0]]), (KV, [trace.base_dims[2][0]])]
+    in_batch = _split_to(trace, trace.base_dims[0][0], [a.size for a in (*q_batch, *q_heads)])
+    in_rows = _split_to(trace, trace.base_dims[1][0], [a.size for a in query.dims[1]])
+    is_head = dict(zip(in_rows, [a in row_heads for a in query.dims[1]], strict=True))
+    roles: Roles = [
+        (B, in_batch[: len(q_batch)]),
+        (H, [*in_batch[len(q_batch) :], *(a for a in in_rows if is_head[a])]),
+        (Q, [a for a in in_rows if not is_head[a]]),
+        (KV, [trace.base_dims[2][0]]),
+    ]
     interpreter = IndexInterpreter()
     expression: Expr = SCORE
+    sinks: Node | None = None
 
     def index() -> list[Expr]:
         return [_role_index(d, roles) for d in trace.dims]
@@ -250,31 +265,67 @@ def _from_softmax(node: Node) -> AttentionSite:
             bias = make("mul", interpreter.operand(first.args[0], index()), const(beta))
             expression = make("add", expression, bias)
     for previous, step in zip(logits.path, logits.path[1:], strict=False):
+        if is_float_cast(step):
+            continue
+        if sinks is not None:
+            raise Mismatch("the scores are changed after the sinks joined them", step, depth)
         if step.target in VIEW_OPS:
             VIEW_OPS[step.target](trace, step)
-        elif not is_float_cast(step):
+        elif step.target is aten.cat.default:
+            sinks = _sink_logits(step, previous, trace, roles, index())
+        else:
             if len(shape_of(step)) != len(trace.dims) or not _same_shape(step, previous):
-                raise Mismatch("the scores are broadcast to another shape before the softmax", step, len(logits.path))
+                raise Mismatch("the scores are broadcast to another shape before the softmax", step, depth)
             expression = _apply(step, previous, expression, interpreter, index())
-    axis = int(node.args[1]) % len(trace.dims)  # type: ignore[arg-type]
-    last = [a for a in trace.dims[axis] if not is_one(a.size)]
-    if last != [a for a in roles[3][1] if not is_one(a.size)]:
-        raise Mismatch("the softmax is not over the keys", node, len(logits.path))
-    scale, expression = fold_scale(expression)
+    if not _is_role(trace.dims[int(node.args[1]) % len(trace.dims)], roles[3]):  # type: ignore[arg-type]
+        raise Mismatch("the softmax is not over the keys", node, depth)
+    scale, expression = fold_scale(spread(expression))
     mask, score = split_mask(expression)
 
-    output, value, v_roles, interior = _find_values(node, trace, roles)
+    output, value, v_roles, own, out_roles, interior = _find_values(node, trace, roles, mask, interpreter, sinks)
     return _site(
         node,
         output,
         traces=(query, key, value),
         roles=(q_roles, k_roles, v_roles),
-        output_sizes=None,
+        own=own,
+        out_roles=out_roles,
         scale=scale,
         modifier=Modifier(mask, score),
         interpreter=interpreter,
         interior=(*logits.path, *interior),
+        sinks=sinks,
     )
+
+
+def _kept(atoms: Dims | list[Atom]) -> list[Atom]:
+    """Factors that are not of size one."""
+    return [a for a in atoms if not is_one(a.size)]  # type: ignore[union-attr]
+
+
+def _is_role(dim: list[Atom], role: tuple[Expr, list[Atom]]) -> bool:
+    return _kept(dim) == _kept(role[1])
+
+
+def _sink_logits(step: Node, previous: Node, trace: ViewTrace, roles: Roles, index: list[Expr]) -> Node:
+    """The per-head logits ``[H]`` that join the scores as one more column (gpt-oss)."""
+    parts, rank = list(step.args[0]), len(trace.dims)  # type: ignore[arg-type]
+    axis = (int(step.args[1]) if len(step.args) > 1 else 0) % rank  # type: ignore[arg-type]
+    column = parts[-1]
+    if len(parts) != 2 or parts[0] is not previous or not _is_role(trace.dims[axis], roles[3]):
+        raise Mismatch("something other than one column of sinks joins the scores", step)
+    if not is_one(shape_of(column)[axis]):
+        raise Mismatch("more than one column of sinks joins the scores", step)
+    reader = IndexInterpreter()
+    found = reader.operand(column, [*index[:axis], const(0), *index[axis + 1 :]])
+    if found.op == "load":
+        source, where = reader.tensors[found.args[0]], found.args[1:]
+        heads = product(roles[1][1])
+        varying = [i for i, e in enumerate(where) if e != const(0)]
+        if (not varying and heads == 1) or (len(varying) == 1 and where[varying[0]] == H and shape_of(source)[varying[0]] == heads):
+            if all(is_one(s) for i, s in enumerate(shape_of(source)) if i not in varying):
+                return source if len(where) == 1 else emit(step, aten.reshape.default, source, [-1])
+    raise Mismatch("the sinks are not one logit per head", column)
 
 
 def _same_shape(a: Node, b: Node) -> bool:
@@ -283,11 +334,16 @@ def _same_shape(a: Node, b: Node) -> bool:
 
 def _split_to(trace: ViewTrace, atom: Atom, sizes: list[Any]) -> list[Atom]:
     """Split ``atom`` into factors of the given sizes (their product is its size)."""
+    if not sizes:
+        return []
     parts: list[Atom] = []
-    for size in sizes[:-1]:
-        outer, atom = trace.split(atom, size, atom.size // size)
+    for position, size in enumerate(sizes[:-1]):
+        rest: Any = 1
+        for other in sizes[position + 1 :]:
+            rest = rest * other
+        outer, atom = trace.split(atom, size, rest)
         parts.append(outer)
-    return [*parts, atom] if sizes else []
+    return [*parts, atom]
 
 
 def _apply(step: Node, previous: Node, expression: Expr, interpreter: IndexInterpreter, index: list[Expr]) -> Expr:
@@ -316,46 +372,116 @@ def _apply(step: Node, previous: Node, expression: Expr, interpreter: IndexInter
     return make("where", *(value(a) for a in args))
 
 
-def _find_values(softmax: Node, trace: ViewTrace, roles: list[tuple[Expr, list[Atom]]]):
-    """Forward from the softmax to the product with the values: ``(product, value trace, value roles, nodes between)``."""
+def _find_values(
+    softmax: Node, trace: ViewTrace, roles: Roles, mask: Expr, interpreter: IndexInterpreter, sinks: Node | None
+) -> tuple[Node, ViewTrace, Dims, ViewTrace, Dims, list[Node]]:
+    """Forward from the softmax to the product with the values: the product, the values and their roles, the output's axes and theirs,
+    and the nodes between."""
     interior: list[Node] = [softmax]
     node = softmax
+    dropped = sinks is None
     while True:
-        users = list(node.users)
+        users = [u for u in node.users if u.target is not aten.isnan.default]
         if len(users) != 1:
             others = ", ".join(sorted(u.name for u in users)) or "nothing"
             raise Mismatch(f"the attention weights are used by {others}", node, len(interior))
         user = users[0]
-        if user.target in VIEW_OPS:
+        if not dropped and _drops_sinks(user, trace, roles):
+            dropped = True
+        elif user.target in VIEW_OPS and dropped:
             VIEW_OPS[user.target](trace, user)
-        elif user.target is aten.bmm.default and user.args[0] is node and user.args[1] is not node:
+        elif user.target is aten.bmm.default and user.args[0] is node and user.args[1] is not node and dropped:
             break
-        elif not is_float_cast(user):
+        elif not is_float_cast(user) and not _guards(user, node, mask, [_role_index(d, roles) for d in trace.dims], interpreter):
             raise Mismatch(f"the attention weights are changed by {user.target}", user, len(interior))
         node = user
         interior.append(node)
     output = user
-    kept = [[a for a in d if not is_one(a.size)] for d in trace.dims]
-    batch = [a for _, atoms in roles[:2] for a in atoms if not is_one(a.size)]
-    if kept != [batch, *([a for a in roles[i][1] if not is_one(a.size)] for i in (2, 3))]:
+    batch, rows, keys = (_kept(d) for d in trace.dims)
+    role_of = {a: r for r, (_, atoms) in enumerate(roles) for a in atoms}
+    ordered = [a for a in (*batch, *rows) if role_of[a] == 1]
+    if keys != _kept(roles[3][1]) or ordered != _kept(roles[1][1]) or any(role_of[a] == 2 for a in batch):
+        raise Mismatch("the attention weights reach the values along other axes", output, len(interior))
+    if [role_of[a] for a in batch] != sorted(role_of[a] for a in batch) or any(role_of[a] == 0 for a in rows):
         raise Mismatch("the attention weights reach the values along other axes", output, len(interior))
     value = trace_views(output.args[1], scales=True)  # type: ignore[arg-type]
     own = ViewTrace(output)
-    factors = _split_to(own, own.base_dims[0][0], [a.size for a in batch])
-    pairs = refine(own, factors, value, value.dims[0])
-    count = len([a for a in roles[0][1] if not is_one(a.size)])
-    # The batch's atoms may have been split to pair up; they are the first whose sizes multiply to the batch.
-    v_batch: list[Atom] = []
-    v_heads: list[Atom] = []
-    size: Any = 1
-    whole = product([a for a in roles[0][1]])
-    for _, atom in pairs:
-        if count and not same(size, whole):
-            v_batch.append(atom)
-            size = size * atom.size
-        else:
-            v_heads.append(atom)
-    return output, value, [v_batch, value.dims[1], group_heads(v_heads), value.dims[2]], interior
+    in_batch = _split_to(own, own.base_dims[0][0], [a.size for a in batch])
+    in_rows = _split_to(own, own.base_dims[1][0], [a.size for a in rows])
+    pairs = refine(own, in_batch, value, value.dims[0])
+    out_roles: Dims = [[], [], [], own.base_dims[2]]
+    v_roles: Dims = [[], value.dims[1], [], value.dims[2]]
+    for atom in batch:  # its factors may have been split to pair up with the values'
+        size: Any = 1
+        while not same(size, atom.size):
+            mine, theirs = pairs.pop(0)
+            out_roles[2 * role_of[atom]].append(mine)
+            v_roles[2 * role_of[atom]].append(theirs)
+            size = size * mine.size
+    for atom, mine in zip(rows, in_rows, strict=True):
+        out_roles[2 if role_of[atom] == 1 else 1].append(mine)
+    v_roles[2] = group_heads(v_roles[2])
+    return output, value, v_roles, own, out_roles, interior
+
+
+def _drops_sinks(user: Node, trace: ViewTrace, roles: Roles) -> bool:
+    """``weights[..., :-1]``: the sinks' column has done its work."""
+    if user.target is not aten.slice.Tensor:
+        return False
+    axis = (int(user.args[1]) if len(user.args) > 1 else 0) % len(trace.dims)  # type: ignore[arg-type]
+    start, step = (user.args[i] if len(user.args) > i else d for i, d in ((2, 0), (4, 1)))
+    whole, kept = shape_of(user.args[0])[axis], shape_of(user)[axis]  # type: ignore[arg-type]
+    return _is_role(trace.dims[axis], roles[3]) and start in (0, None) and step == 1 and same(kept, whole - 1)
+
+
+def _conjuncts(expr: Expr) -> set[Expr]:
+    return set().union(*(_conjuncts(a) for a in expr.args)) if expr.op == "and" else {expr}
+
+
+def _guards(user: Node, weights: Node, mask: Expr, index: list[Expr], interpreter: IndexInterpreter) -> bool:
+    """Whether the node only zeroes weights that are zero already, or rows with every key masked (NaN, or undefined)."""
+    if user.target is aten.nan_to_num.default:
+        return (user.args[1] if len(user.args) > 1 else None) in (None, 0, 0.0)
+    reader = IndexInterpreter()
+    reader.tensors, reader.integers = list(interpreter.tensors), list(interpreter.integers)
+    if user.target is aten.masked_fill.Scalar and user.args[0] is weights and user.args[2] == 0:
+        condition, zeroed = user.args[1], True
+    elif user.target in (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther):
+        condition, kept, other = user.args
+        zeroed = other is weights
+        fill = kept if zeroed else other
+        if (kept if not zeroed else other) is not weights or reader.operand(fill, index) not in (const(0), const(0.0)):
+            return False
+    elif user.target is aten.mul.Tensor:
+        factor = user.args[1] if user.args[0] is weights else user.args[0]
+        found = reader.operand(factor, index)
+        if found.op != "where" or [a.op for a in found.args[1:]] != ["const", "const"] or found.args[1].args[0] != 1 or found.args[2].args[0] != 0:
+            return False
+        return _conjuncts(found.args[0]) <= _conjuncts(mask)
+    else:
+        return False
+    if isinstance(condition, Node) and condition.target is aten.isnan.default and condition.args[0] is weights:
+        return zeroed
+    if isinstance(condition, Node) and _whole_rows(condition, zeroed, mask, index, reader):
+        return True
+    found = reader.operand(condition, index)
+    attended = make("not", found) if zeroed else found
+    return _conjuncts(attended) <= _conjuncts(mask)
+
+
+def _whole_rows(condition: Node, zeroed: bool, mask: Expr, index: list[Expr], reader: IndexInterpreter) -> bool:
+    """``not any(mask, -1)`` or ``all(not mask, -1)``: the rows with nothing to attend."""
+    while condition.target in (aten.logical_not.default, aten.bitwise_not.default):
+        condition, zeroed = condition.args[0], not zeroed  # type: ignore[assignment]
+    if condition.target not in (aten.any.dim, aten.all.dim) or not (len(condition.args) > 2 and condition.args[2]):
+        return False
+    every = condition.target is aten.all.dim
+    if every != zeroed or len(shape_of(condition)) != len(index):
+        return False
+    axis = int(condition.args[1]) % len(index)  # type: ignore[arg-type]
+    found = reader.operand(condition.args[0], index)
+    attended = make("not", found) if every else found
+    return index[axis] == KV and _conjuncts(attended) <= _conjuncts(mask)
 
 
 # ---- what both forms share ----------------------------------------------------------------------------------------------
@@ -375,11 +501,13 @@ def _site(
     *,
     traces: tuple[ViewTrace, ViewTrace, ViewTrace],
     roles: tuple[Dims, Dims, Dims],
-    output_sizes: list[list[int]] | None,
+    own: ViewTrace,
+    out_roles: Dims,
     scale: float,
     modifier: Modifier,
     interpreter: IndexInterpreter,
     interior: tuple[Node, ...],
+    sinks: Node | None = None,
 ) -> AttentionSite:
     q_trace, k_trace, v_trace = traces
     q_roles, k_roles, v_roles = roles
@@ -398,16 +526,9 @@ def _site(
     key = _operand(k_trace, k_roles, "key")
     value = _operand(v_trace, v_roles, "value")
     scale = scale * query.factor * key.factor
-    query, key = replace(query, factor=1.0), replace(key, factor=1.0)  # both are in the scale now
+    # Both factors are in the scale now; operators answer in the query's type, which is to be the output's.
+    query, key = replace(query, factor=1.0, dtype=dtype), replace(key, factor=1.0)
 
-    if output_sizes is None:
-        own = ViewTrace(output)
-        factors = _split_to(own, own.base_dims[0][0], [a.size for r in (0, 2) for a in q_roles[r] if not is_one(a.size)])
-        count = len([a for a in q_roles[0] if not is_one(a.size)])
-        out_roles = [factors[:count], own.base_dims[1], factors[count:], own.base_dims[2]]
-    else:
-        own = ViewTrace(output)
-        out_roles = [[a for d in dims for a in own.base_dims[d]] for dims in output_sizes]
     output_layout = Layout.build(own.base_dims, out_roles)
     if output_layout is None:
         raise Mismatch("axes of the output could not be told apart", output)
@@ -428,13 +549,15 @@ def _site(
             modifier = replace(modifier, mask=make("and", make("lt", KV, bound), modifier.mask))
         if value.factor != 1.0:
             raise Mismatch("cached values are scaled when read", anchor)
+        if not same(product(q_roles[1]), shape_of(key_cache.slots)[-1]):
+            raise Mismatch("queries are not the tokens that are written to the cache", anchor)
         k_trace, k_roles = _written(key_cache, k_trace, k_roles)
         v_trace, v_roles = _written(value_cache, v_trace, v_roles)
         key, value = _operand(k_trace, k_roles, "written key"), _operand(v_trace, v_roles, "written value")
     key_rotary, _ = match_rotary(k_trace, k_roles)
     query_rotary, _ = match_rotary(q_trace, q_roles)
-    if key_rotary is not None and key.factor != 1.0:
-        key_rotary = None
+    if key_rotary is not None and key.factor != 1.0:  # a rotation commutes with a factor
+        key_rotary = replace(key_rotary, source=replace(key_rotary.source, factor=key.factor))
     site = AttentionSite(
         name="",
         output=output,
@@ -456,6 +579,7 @@ def _site(
         query_rotary=query_rotary if key_rotary is not None else None,
         key_cache=key_cache,
         value_cache=value_cache,
+        sink_logits=sinks,
         interior=tuple(dict.fromkeys((*interior, output))),
     )
     return replace(site, projection=match_projection(site.key_pre))

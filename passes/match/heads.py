@@ -10,7 +10,9 @@ from ..graph import Atom, Dims, ViewTrace, is_one, same
 from ..ir import Mismatch
 
 
-def refine(left: ViewTrace, left_atoms: list[Atom], right: ViewTrace, right_atoms: list[Atom]) -> list[tuple[Atom, Atom]]:
+def refine(
+    left: ViewTrace, left_atoms: list[Atom], right: ViewTrace, right_atoms: list[Atom]
+) -> list[tuple[Atom, Atom]]:
     """Split the two lists of factors of one axis until they pair up; size-one factors pair with nothing and are dropped.
 
     Raises :class:`Mismatch` when the sizes cannot be aligned.
@@ -57,6 +59,30 @@ def split_batch(query: ViewTrace, query_axis: list[Atom], key: ViewTrace, key_ax
         [k for _, k in batch],
         group_heads([k for _, k in pairs]),
     )
+
+
+def fold_batch(query: ViewTrace, key: ViewTrace, value: ViewTrace) -> tuple[Dims, Dims]:
+    """Batch and head axes of 3-D operands ``[B*H, L, D]``: ``([query B, key B, value B], [query H, key N, value N])``."""
+    refine(query, query.dims[0], value, value.dims[0])
+    q_batch, q_heads, k_batch, k_heads = split_batch(query, query.dims[0], key, key.dims[0], batch_first=True)
+    _, _, v_batch, v_heads = split_batch(query, query.dims[0], value, value.dims[0], batch_first=True)
+    return [q_batch, k_batch, v_batch], [q_heads, k_heads, v_heads]
+
+
+def split_rows(rows: list[Atom], heads: list[Atom], head_dim: list[Atom]) -> tuple[list[Atom], list[Atom]]:
+    """``(heads, tokens)`` among the factors of a query's row axis: grouped queries may be folded into it (``[B*N, G*L, D]``).
+
+    A factor that comes from the same dim as the other heads or the head dim is a head; where no factor tells, the innermost are tokens.
+    """
+    kept = [a for a in rows if not is_one(a.size)]
+    if len(kept) < 2:
+        return [], rows
+    homes = {a.dim for a in (*heads, *head_dim) if not is_one(a.size)} - {None}
+    folded = [a for a in kept if a.dim in homes]
+    if not folded or len(folded) == len(kept):
+        last = kept[-1].dim
+        folded = [a for a in kept if a.dim != last]
+    return folded, [a for a in rows if a not in folded]
 
 
 def group_heads(axis: list[Atom]) -> list[Atom]:

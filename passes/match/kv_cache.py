@@ -1,22 +1,136 @@
 """Static KV caches: a buffer that enters the graph, has this call's tokens written at given slots, and is read whole by a site.
 
-Recognised: ``index_copy(buffer, dim, slots, new)`` with the store back (``copy_``) that functionalisation leaves at the graph's end
-(``transformers.StaticCache``). Growing caches (``cat`` of an input and the new tokens) are told apart so that the decline can name the remedy.
+Recognised (each a row of :data:`WRITES`): ``index_copy`` (``transformers.StaticCache``), ``buffer[:, :, positions] = new`` (``index_put``; gpt-fast),
+``buffer[:, start:stop] = new`` (``slice_scatter``; Llama's original code) and ``scatter``, each with the store back (``copy_``) that
+functionalisation leaves at the graph's end. Growing caches (``cat`` of an input and the new tokens) are told apart so that the decline can name the
+remedy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
-from ..graph import Dims, Layout, ViewTrace, aten, inherit_roles, is_one, shape_of
+from ...kernels.index_expr import Expr
+from ..graph import Dims, Layout, Size, ViewTrace, aten, dtype_of, emit, inherit_roles, is_one, same, shape_of, trace_views
 from ..ir import CacheWrite, Mismatch
+from .mask import IndexInterpreter
 from .rotary import calls, strip
 
-GROWING = (
-    "the KV cache grows by concatenation; use a static cache (transformers: StaticCache or cache_implementation='static')"
+GROWING = "the KV cache grows by concatenation; use a static cache (transformers: StaticCache or cache_implementation='static')"
+ROLLING = (
+    "the cache buffer is computed in the graph (a sliding cache that rolls, or a buffer written twice), so its tokens have no "
+    "fixed slots; use a cache as long as the sequence"
 )
+
+
+@dataclass(frozen=True)
+class _Write:
+    """``update = buffer`` with ``new`` at ``slots`` (``[L]`` or ``[B, L]``) along ``dim``."""
+
+    buffer: Node
+    dim: int
+    slots: Node
+    new: Node
+
+
+def _index_copy(update: Node) -> _Write:
+    buffer, dim, slots, new = update.args
+    return _Write(buffer, int(dim), slots, new)  # type: ignore[arg-type]
+
+
+def _index_put(update: Node) -> _Write:
+    """``buffer[:, :, slots] = new``, or ``buffer[arange(B)[:, None], slots] = new`` with slots per batch row."""
+    buffer, indices, new = update.args[:3]
+    if len(update.args) > 3 and update.args[3]:
+        raise Mismatch("the cache is accumulated into, not written", update)
+    given = [(i, index) for i, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
+    if any(dtype_of(index) not in (torch.int64, torch.int32) for _, index in given):
+        raise Mismatch("the cache is written through a boolean index", update)
+    if len(given) == 1 and len(shape_of(given[0][1])) == 1:
+        wanted = list(shape_of(buffer))  # type: ignore[arg-type]
+        wanted[given[0][0]] = shape_of(given[0][1])[0]
+        while len(shape_of(new)) < len(wanted):  # type: ignore[arg-type]
+            # Indexing drops leading axes of size one from what it writes.
+            if not is_one(wanted[len(wanted) - len(shape_of(new)) - 1]):  # type: ignore[arg-type]
+                raise Mismatch("the cache is written by a broadcast of fewer values", update)
+            new = emit(update, aten.unsqueeze.default, new, 0)
+        return _Write(buffer, given[0][0], given[0][1], new)  # type: ignore[arg-type]
+    if [i for i, _ in given] == [0, 1] and len(shape_of(given[1][1])) == 2:
+        rows, slots = given[0][1], given[1][1]
+        row = IndexInterpreter().operand(rows, (Expr("b"), Expr("q")))
+        if row == Expr("b") and all(same(a, b) for a, b in zip(shape_of(slots), shape_of(new)[:2], strict=True)):  # type: ignore[arg-type]
+            return _Write(buffer, 1, slots, new)  # type: ignore[arg-type]
+    raise Mismatch("the cache is written through an index that is not one slot per token (a paged cache?)", update)
+
+
+def _slice_scatter(update: Node) -> _Write | None:
+    """``buffer[start:stop] = new`` along one dim: its slots are made here, once for all layers."""
+    buffer, new, *rest = update.args
+    dim, start, _, step = (*rest, *(0, 0, None, 1)[len(rest) :])
+    if step != 1 or not isinstance(new, Node):
+        return None
+    length = shape_of(new)[int(dim)]  # type: ignore[call-overload]
+    return _Write(buffer, int(dim), _slots_from(update, start or 0, length), new)  # type: ignore[arg-type,call-overload]
+
+
+def _slots_from(update: Node, start: Any, length: Size) -> Node:
+    """``arange(start, start + length)``, shared by all writes of the graph that begin there."""
+    graph = update.graph
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        key = node.meta.get("sals_slots")
+        if key is not None and key[0] is start and same(key[1], length):
+            return node
+    if isinstance(start, int) and start < 0:
+        raise Mismatch("the cache is written at a negative slot", update)
+    buffer = update.args[0]
+    device = buffer.meta["val"].device  # type: ignore[union-attr]
+    at = next(n for n in graph.nodes if n.op != "placeholder") if not isinstance(start, Node) else start.next
+    size: Any = length
+    if not isinstance(length, int):
+        new: Any = update.args[1]
+        at = new.next
+        size = emit(at, aten.sym_size.int, new, int(update.args[2]) if len(update.args) > 2 else 0)  # type: ignore[arg-type]
+    base = emit(at, aten.arange.default, size, dtype=torch.int64, device=device)
+    node = emit(at, aten.add.Tensor, base, start)
+    node.meta["sals_slots"] = (start, length)
+    return node
+
+
+def _scatter(update: Node) -> _Write | None:
+    """``scatter(buffer, dim, positions expanded to new, new)``."""
+    buffer, dim, index, new = update.args[:4]
+    if not isinstance(new, Node) or not isinstance(index, Node) or len(update.args) > 4:
+        return None
+    dim = int(dim) % len(shape_of(buffer))  # type: ignore[arg-type]
+    trace = trace_views(index, casts=False)
+    if len(shape_of(index)) != len(shape_of(new)) or not all(
+        same(a, b) for a, b in zip(shape_of(index), shape_of(new), strict=True)
+    ):
+        raise Mismatch("the cache is scattered into by fewer indices than there are new values", update)
+    axes = [[a for a in d if not is_one(a.size) and not a.broadcast] for d in trace.dims]
+    varying = [i for i, atoms in enumerate(axes) if atoms]
+    rank = len(shape_of(trace.base))
+    if varying in ([], [dim]) and rank == 1:
+        return _Write(buffer, dim, trace.base, new)  # type: ignore[arg-type]
+    if varying in ([], [0], [dim], [0, dim]) and dim and rank == 2:
+        order = [a.dim for i in varying for a in axes[i]]
+        if order == sorted(order) and all(len(axes[i]) == 1 for i in varying):
+            return _Write(buffer, dim, trace.base, new)  # type: ignore[arg-type]
+    raise Mismatch("the cache is scattered into at slots that are not one per token", update)
+
+
+#: How a cache is written, as data: adding a way is adding a line and its test.
+WRITES: dict[Any, Callable[[Node], _Write | None]] = {
+    aten.index_copy.default: _index_copy,
+    aten.index_put.default: _index_put,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.scatter.src: _scatter,
+}
 
 
 def match_cache(trace: ViewTrace, roles: Dims) -> CacheWrite | None:
@@ -29,13 +143,19 @@ def match_cache(trace: ViewTrace, roles: Dims) -> CacheWrite | None:
     if calls(update, aten.cat.default):
         _reject_growing(update, roles)
         return None
-    if not calls(update, aten.index_copy.default):
+    rule = WRITES.get(update.target) if update.op == "call_function" else None
+    write = None if rule is None else rule(update)
+    if write is None:
         return None
-    buffer, dim, slots, new = update.args
-    assert isinstance(buffer, Node) and isinstance(slots, Node) and isinstance(new, Node)
-    dim = int(dim) % len(shape_of(buffer))  # type: ignore[arg-type]
-    if buffer.op != "placeholder" and not _born_here(buffer, update):
-        raise Mismatch("the cache buffer is computed in the graph, so its tokens have no home between calls", update)
+    buffer = write.buffer
+    dim = write.dim % len(shape_of(buffer))
+    stores = tuple(u for u in update.users if calls(u, aten.copy_.default) and u.args[0] is buffer and u.args[1] is update)
+    if buffer.op != "placeholder":
+        if not _born_here(buffer, update):
+            raise Mismatch(ROLLING, update)
+    elif not stores:
+        raise Mismatch("the updated cache is not stored back into its buffer; write it in place (index_copy_)", update)
+    _require_plain(write, dim, update)
     capacity = shape_of(buffer)[dim]
     if not isinstance(capacity, int):
         raise Mismatch("the cache's capacity is symbolic; mark it static (torch._dynamo.mark_static)", update)
@@ -43,22 +163,33 @@ def match_cache(trace: ViewTrace, roles: Dims) -> CacheWrite | None:
     own_roles = inherit_roles(trace, roles, own)
     if own_roles is None or [a.dim for a in own_roles[1]] != [dim]:
         raise Mismatch("the cache is written along another axis than the tokens that are attended", update)
+    if len(shape_of(write.slots)) == 2 and [a.dim for a in own_roles[0]] not in ([], [0]):
+        raise Mismatch("slots per batch row need the batch as the cache's first axis", update)
     layout = Layout.build(own.base_dims, own_roles)
     if layout is None:
         raise Mismatch("axes of the cache buffer could not be told apart", update)
     return CacheWrite(
         buffer=buffer,
         update=update,
-        new=new,
-        slots=slots,
-        slots_dim=len(shape_of(slots)),
+        new=write.new,
+        slots=write.slots,
+        slots_dim=len(shape_of(write.slots)),
         capacity=capacity,
         layout=layout,
         read=read,
-        stores=tuple(
-            u for u in update.users if calls(u, aten.copy_.default) and u.args[0] is buffer and u.args[1] is update
-        ),
+        stores=stores,
     )
+
+
+def _require_plain(write: _Write, dim: int, update: Node) -> None:
+    """The new tokens fill the buffer's other axes, and nothing is converted but the floating type."""
+    old, new = shape_of(write.buffer), shape_of(write.new)
+    if len(old) != len(new) or not all(i == dim or same(a, b) for i, (a, b) in enumerate(zip(old, new, strict=True))):
+        raise Mismatch("only a part of the cache's batch, heads or dims is written", update)
+    if len(shape_of(write.slots)) not in (1, 2) or not same(shape_of(write.slots)[-1], new[dim]):
+        raise Mismatch("the cache is not written at one slot per new token", update)
+    if not dtype_of(write.buffer).is_floating_point:
+        raise Mismatch(f"the cache is kept in {dtype_of(write.buffer)} (a quantised cache)", update)
 
 
 def _leading_slice(node: Node, roles: Dims) -> tuple[Node | None, Any]:
@@ -67,10 +198,13 @@ def _leading_slice(node: Node, roles: Dims) -> tuple[Node | None, Any]:
     dim = (int(node.args[1]) if len(node.args) > 1 else 0) % len(shape_of(node))  # type: ignore[arg-type]
     start = node.args[2] if len(node.args) > 2 else 0
     step = node.args[4] if len(node.args) > 4 else 1
-    tokens = [a.dim for a in roles[1] if not is_one(a.size)]
+    tokens = [a.dim for a in roles[1] if not is_one(a.size)] or [dim]
     if start not in (0, None) or step != 1 or tokens != [dim]:
         return None, None
-    return source, node.args[3]  # type: ignore[return-value]
+    end = node.args[3]
+    if isinstance(end, int) and end < 0:
+        return None, None
+    return source, end  # type: ignore[return-value]
 
 
 def _born_here(buffer: Node, update: Node) -> bool:
@@ -84,5 +218,13 @@ def _reject_growing(update: Node, roles: Dims) -> None:
     dim = int(update.args[1]) if len(update.args) > 1 else 0  # type: ignore[arg-type]
     dim %= len(shape_of(update))
     token_axis = [a.dim for a in roles[1] if not is_one(a.size)]
-    if token_axis == [dim] and any(strip(p).op == "placeholder" for p in parts):  # type: ignore[union-attr]
+    if token_axis == [dim] and any(_from_input(p) for p in parts):  # type: ignore[union-attr]
         raise Mismatch(GROWING, update)
+
+
+def _from_input(node: Node) -> bool:
+    """A graph input, or a slice of one (a sliding cache drops its oldest tokens first)."""
+    node = strip(node)
+    while calls(node, aten.slice.Tensor):
+        node = strip(node.args[0])  # type: ignore[arg-type]
+    return node.op == "placeholder"

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...kernels.index_expr import BOOLEAN, FALSE, SCORE, TRUE, Expr, const, integer, load, make
-from ..graph import CASTS, VIEW_OPS, aten, dtype_of, is_one, shape_of
+from ..graph import CASTS, VIEW_OPS, aten, dtype_of, is_one, same, shape_of
 
 #: A logit at or below this is masked: every floating type's smallest finite value lies under it (fp16's is -65504).
 MASKED = -1e4
@@ -138,6 +139,13 @@ class IndexInterpreter:
             found = self._cast(node, index)
         elif target in _BINARY and not node.kwargs.get("rounding_mode"):
             found = self._binary(node, index)
+        elif target is aten.rsub.Scalar and len(args) == 2:
+            kind = dtype_of(args[0])  # type: ignore[arg-type]
+            if kind != torch.bool:
+                found = distribute(make("sub", self._operand(args[1], index), self._operand(args[0], index)))
+        elif target is aten.div.Tensor_mode:
+            if node.kwargs.get("rounding_mode") == "floor":
+                found = make("floordiv", *(self._operand(a, index) for a in args[:2]))
         elif target in _UNARY:
             op = _UNARY[target]
             value = self._operand(args[0], index)
@@ -244,6 +252,8 @@ class IndexInterpreter:
         if target is aten.select.int:
             at = int(args[1]) % rank  # type: ignore[arg-type]
             position = self.scalar(args[2])
+            if position is not None and not self._counts_from_front(position):
+                return None
             if position is None or (position.op == "const" and position.args[0] < 0):
                 if position is None or not isinstance(inner[at], int):
                     return None
@@ -253,7 +263,7 @@ class IndexInterpreter:
             at = (int(args[1]) if len(args) > 1 else 0) % rank  # type: ignore[arg-type]
             start = self.scalar(args[2] if len(args) > 2 and args[2] is not None else 0)
             step = args[4] if len(args) > 4 else 1
-            if start is None or not isinstance(step, int):
+            if start is None or not isinstance(step, int) or not self._counts_from_front(start):
                 return None
             if start.op == "const" and start.args[0] < 0:
                 if not isinstance(inner[at], int):
@@ -267,8 +277,18 @@ class IndexInterpreter:
             return self._reshaped(source, inner, shape, index)
         return None
 
-    def _reshaped(self, source: Node, inner: Sequence[Any], shape: Sequence[Any], index: tuple[Expr, ...]) -> Expr | None:
-        if [s for s in inner if not is_one(s)] == [s for s in shape if not is_one(s)]:
+    def _counts_from_front(self, position: Expr) -> bool:
+        """Whether a symbolic position is known not to be negative (a negative one counts from the end)."""
+        if position.op != "int":
+            return True
+        node = self.integers[position.args[0]]
+        return isinstance(node, int) or bool(statically_known_true(node.meta["val"] >= 0))
+
+    def _reshaped(
+        self, source: Node, inner: Sequence[Any], shape: Sequence[Any], index: tuple[Expr, ...]
+    ) -> Expr | None:
+        wide = [[s for s in sizes if not is_one(s)] for sizes in (inner, shape)]
+        if len(wide[0]) == len(wide[1]) and all(same(a, b) for a, b in zip(*wide, strict=True)):
             # Only axes of size one come or go.
             kept = iter(i for i, s in zip(index, shape, strict=True) if not is_one(s))
             return self._element(source, tuple(const(0) if is_one(s) else next(kept) for s in inner))
@@ -311,6 +331,22 @@ def distribute(expr: Expr) -> Expr:
                 if expr.op in BOOLEAN and branches == [FALSE, TRUE]:
                     return make("not", chosen.args[0])
                 return make("where", chosen.args[0], *branches)
+    return expr
+
+
+def spread(expr: Expr) -> Expr:
+    """Literal factors moved inwards, over sums and choices: ``(score + bias) * c`` becomes ``score * c + bias * c``."""
+    if expr.op in ("mul", "div") and expr.args[1].op == "const":
+        inner, factor = spread(expr.args[0]), expr.args[1]
+        if inner.op == "add":
+            return make("add", *(spread(Expr(expr.op, (a, factor))) for a in inner.args))
+        if inner.op == "where":
+            return make("where", inner.args[0], *(spread(Expr(expr.op, (a, factor))) for a in inner.args[1:]))
+        return make(expr.op, inner, factor)
+    if expr.op == "mul" and expr.args[0].op == "const":
+        return spread(Expr("mul", (expr.args[1], expr.args[0])))
+    if expr.op in ("add", "where"):
+        return make(expr.op, *(spread(a) for a in expr.args))
     return expr
 
 

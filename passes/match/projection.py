@@ -1,21 +1,47 @@
 """The linear map that made the keys, with or without bias: where a basis from weights alone comes from.
 
-Recognised: ``mm``/``addmm`` of the hidden state with a (transposed) parameter, as ``nn.Linear`` traces, and the RMS- or LayerNorm weight
-that multiplies the hidden state just before.
+Recognised: ``mm``/``addmm`` of the hidden state with a parameter, transposed (``nn.Linear``) or not (GPT-2's ``Conv1D``), whole or a run of
+columns of a fused map, and the RMS- or LayerNorm weight that multiplies the hidden state just before.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
-from ..graph import aten, shape_of, trace_views
+from ..graph import aten, same, shape_of, trace_views
 from ..ir import Operand, Projection
-from .rotary import calls, strip
+from .rotary import calls, last_slice, strip
 
 
 def match_projection(key: Operand) -> Projection | None:
     """The projection of ``key``, or None when it is not a plain linear map of a parameter."""
-    base = trace_views(key.node).base
+    base = _under_views(trace_views(key.node).base)
+    sliced = last_slice(base)
+    if sliced is not None and sliced[3] == 1:
+        # A fused projection: its columns [start, stop) are the keys.
+        source, start, stop, _ = sliced
+        whole = _linear(_under_views(trace_views(source).base))
+        return None if whole is None or not _same_width(source, whole) else replace(whole, rows=(start, stop))
+    return _linear(base)
+
+
+def _under_views(node: Node) -> Node:
+    """Past views that keep the last dim (with symbolic sizes the trace stops at those that merge batch and tokens)."""
+    while calls(node, aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+        source = strip(node.args[0])  # type: ignore[arg-type]
+        if not same(shape_of(source)[-1], shape_of(node)[-1]):
+            break
+        node = source
+    return node
+
+
+def _same_width(source: Node, whole: Projection) -> bool:
+    return shape_of(source)[-1] == shape_of(whole.weight)[1 if whole.transposed else 0]
+
+
+def _linear(base: Node) -> Projection | None:
     bias: Node | None = None
     if calls(base, aten.addmm.default):
         bias, left, right = (a for a in base.args[:3])  # type: ignore[assignment]
@@ -24,21 +50,30 @@ def match_projection(key: Operand) -> Projection | None:
     elif calls(base, aten.linear.default):
         left, right = base.args[:2]  # type: ignore[assignment]
         bias = base.args[2] if len(base.args) > 2 else None  # type: ignore[assignment]
+        weight = trace_views(right).base  # type: ignore[arg-type]
+        return Projection(weight, bias, _norm_weight(left)) if _is_matrix(weight) else None  # type: ignore[arg-type]
     elif calls(base, aten.add.Tensor):
         inner = [a for a in base.args[:2] if isinstance(a, Node)]
         for product, other in (inner, inner[::-1]) if len(inner) == 2 else ():
-            found = match_projection(Operand(product, key.layout))
+            found = _linear(trace_views(product).base)
             if found is not None and found.bias is None and strip(other).op == "placeholder":
-                return Projection(found.weight, strip(other), found.norm, found.rows)
+                return replace(found, bias=strip(other))
         return None
     else:
         return None
-    weight = trace_views(right).base  # type: ignore[arg-type]
-    if weight.op != "placeholder" or len(shape_of(weight)) != 2:
+    trace = trace_views(right)  # type: ignore[arg-type]
+    weight = trace.base
+    if not _is_matrix(weight):
         return None
-    if shape_of(weight)[0] != shape_of(base)[-1]:
-        return None  # Conv1D keeps [in, out]; only [out, in] is read here
-    return Projection(weight, bias, _norm_weight(left))  # type: ignore[arg-type]
+    # The columns of the product are the weight's rows (nn.Linear) or its columns (Conv1D).
+    columns = [a.dim for a in trace.dims[-1]]
+    if columns not in ([0], [1]) or len(trace.dims) > 3:
+        return None
+    return Projection(weight, bias, _norm_weight(left), transposed=columns == [1])  # type: ignore[arg-type]
+
+
+def _is_matrix(weight: Node) -> bool:
+    return weight.op == "placeholder" and len(shape_of(weight)) == 2
 
 
 def _norm_weight(hidden: Node) -> Node | None:

@@ -1,0 +1,66 @@
+"""Which Triton launcher runs each ``sals`` operator on CUDA and HIP tensors.
+
+Importing this module registers the table on PyTorch's CUDA dispatch key (which ROCm uses too). Triton and the kernels
+themselves are imported by the first call with such a tensor, so nothing here needs Triton or a GPU. An operator that is not in
+the table, or whose launcher raises :class:`NotImplementedError` for what it was given, runs its reference meaning in PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from torch.library import Library
+
+from . import ops
+
+#: operator -> "module of this package:function"; the function takes the operator's arguments.
+TRITON: dict[str, str] = {
+    "record_rows": "encode:record_rows",
+    "encode": "encode:encode",
+    "score": "score:score",
+    "select": "select:select",
+    "score_select": "select:score_select",
+    "attend": "attend:attend",
+    "reconstruct": "prefill:reconstruct",
+    "materialize": "prefill:materialize",
+    "dense_attention": "dense:dense_attention",
+    "block_select": "block_sparse:block_select",
+    "block_attend": "block_sparse:block_attend",
+}
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether Triton can be imported; without it every operator runs its reference meaning."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=None)
+def launcher(name: str) -> Callable[..., Any]:
+    """The function that launches operator ``name``'s kernels. Imports Triton."""
+    module, _, function = TRITON[name].partition(":")
+    return getattr(importlib.import_module(f".{module}", __package__), function)
+
+
+def _implementation(name: str) -> Callable[..., Any]:
+    meaning = ops.meaning(name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not has_triton():
+            return meaning(*args, **kwargs)
+        try:
+            return launcher(name)(*args, **kwargs)
+        except NotImplementedError:
+            return meaning(*args, **kwargs)
+
+    run.__name__ = run.__qualname__ = f"triton_{name}"
+    return run
+
+
+_library = Library("sals", "IMPL")
+for _name in TRITON:
+    _library.impl(_name, _implementation(_name), "CUDA")

@@ -1,0 +1,222 @@
+"""Caches over their life: phases, reset, foreign writes, two at once, full. Each bad input gives a clear error or a right dense result."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from test_exact import assert_close, compiled
+from tiny import llama, rollout, static_cache
+
+import sals_compile
+
+SMALL = {"budget": 24, "sinks": 2, "recents": 8}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama()
+
+
+def caches_of(run_options):
+    """The adopted caches of a configuration."""
+    from sals_compile.backend import registry_for
+
+    config = sals_compile.SalsConfig.from_options({"lowering": "eager", **run_options})
+    return registry_for(config).caches.values()
+
+
+def test_phase_stays_dense_below_the_budget(model):
+    tokens = torch.randint(0, 64, (1, 30))
+    cuts = [10, *range(11, 24)]
+    expected = rollout(model.forward, tokens, cuts, static_cache(model, 60))
+    actual = rollout(compiled(model.forward, **SMALL), tokens, cuts, static_cache(model, 60))
+    assert_close(actual, expected, torch.float32)  # never more cached than T: exactly dense
+
+
+def test_short_prompt_goes_sparse_when_it_outgrows_the_budget(model, caplog):
+    tokens = torch.randint(0, 64, (1, 50))
+    cuts = [10, *range(11, 51)]
+    with caplog.at_level(logging.INFO, logger="sals_compile"):
+        expected = rollout(model.forward, tokens, cuts, static_cache(model, 60))
+        actual = rollout(compiled(model.forward, **SMALL), tokens, cuts, static_cache(model, 60))
+    assert caplog.text.count("imported") == 1
+    assert_close(actual[:, :24], expected[:, :24], torch.float32)
+    assert (actual - expected)[:, 30:].abs().max() > 1e-4
+
+
+def test_capacity_within_budget_stays_dense_and_says_why(model):
+    run = compiled(model.forward, **SMALL)
+    rollout(run, torch.randint(0, 64, (1, 12)), [10, 11, 12], static_cache(model, 24))
+    site = sals_compile.compiled_reports()[0].sites[0]
+    assert site.status == "dense"
+    assert "capacity 24 does not exceed the budget of 24" in site.reason
+
+
+def test_reset_is_honoured(model):
+    tokens = torch.randint(0, 64, (1, 50))
+    cuts = [40, *range(41, 46)]
+    run = compiled(model.forward, attention="exact")
+    cache = static_cache(model, 60)
+    rollout(run, tokens, cuts, cache)
+    cache.reset()
+    other = torch.randint(0, 64, (1, 30))
+    expected = rollout(model.forward, other, [20, *range(21, 31)], static_cache(model, 60))
+    assert_close(rollout(run, other, [20, *range(21, 31)], cache), expected, torch.float32)
+
+
+def test_uncompiled_prefill_is_detected_and_stays_dense(model, caplog):
+    tokens = torch.randint(0, 64, (1, 50))
+    reference, cache = static_cache(model, 60), static_cache(model, 60)
+    expected = rollout(model.forward, tokens, [40, *range(41, 51)], reference)
+    run = compiled(model.forward, **SMALL)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="sals_compile"):
+        model.forward(tokens[:, :40], past_key_values=cache)
+        actual = torch.cat([run(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(40, 50)], 1)
+    assert_close(actual, expected[:, 40:], torch.float32)
+    # 40 foreign tokens exceed the host's own count only after 24 of ours, so force the question with a longer run.
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="sals_compile"):
+        longer, own = torch.randint(0, 64, (1, 60)), static_cache(model, 80)
+        expected = rollout(model.forward, longer, [20, *range(21, 61)], static_cache(model, 80))
+        model.forward(longer[:, :20], past_key_values=own)
+        actual = torch.cat([run(longer[:, i : i + 1], past_key_values=own).logits for i in range(20, 60)], 1)
+    assert_close(actual, expected[:, 20:], torch.float32)
+    assert "were not written by this compiled model" in caplog.text
+
+
+def test_foreign_write_between_calls_is_honoured(model):
+    """Somebody permutes the batch of the buffers (beam search): the next call sees the new contents."""
+    tokens = torch.randint(0, 64, (2, 50))
+    run = compiled(model.forward, attention="exact")
+    mine, theirs = static_cache(model, 60, 2), static_cache(model, 60, 2)
+    order = torch.tensor([1, 0])
+    results = []
+    for forward, cache in ((run, mine), (model.forward, theirs)):
+        rollout(forward, tokens, [40, *range(41, 46)], cache)
+        for layer in cache.layers:
+            layer.keys.copy_(layer.keys[order].clone())
+            layer.values.copy_(layer.values[order].clone())
+        pieces = []
+        with torch.no_grad():
+            for i in range(45, 50):
+                pieces.append(forward(tokens[order][:, i : i + 1], past_key_values=cache).logits)
+        results.append(torch.cat(pieces, 1))
+    assert_close(results[0], results[1], torch.float32)
+
+
+def test_two_caches_alternate(model):
+    run = compiled(model.forward, attention="exact")
+    prompts = [torch.randint(0, 64, (1, 50)) for _ in range(2)]
+    expected = [rollout(model.forward, p, [40, *range(41, 51)], static_cache(model, 60)) for p in prompts]
+    caches = [static_cache(model, 60) for _ in prompts]
+    actual = [[], []]
+    with torch.no_grad():
+        for i, p in enumerate(prompts):
+            actual[i].append(run(p[:, :40], past_key_values=caches[i]).logits)
+        for t in range(40, 50):
+            for i, p in enumerate(prompts):
+                actual[i].append(run(p[:, t : t + 1], past_key_values=caches[i]).logits)
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(torch.cat(a, 1), e, torch.float32)
+
+
+def test_two_models_do_not_mix(model):
+    other = llama(layers=2)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.1)
+    tokens = torch.randint(0, 64, (1, 50))
+    cuts = [40, *range(41, 51)]
+    alone = rollout(compiled(other.forward, **SMALL), tokens, cuts, static_cache(other, 60))
+    rollout(compiled(model.forward, **SMALL), tokens, cuts, static_cache(model, 60))
+    again = rollout(torch.compile(other.forward, backend="sals", options={"lowering": "eager", **SMALL}), tokens, cuts,
+                    static_cache(other, 60))
+    torch.testing.assert_close(again[:, :40], alone[:, :40])
+
+
+def test_second_prefill_into_a_filled_cache(model):
+    tokens = torch.randint(0, 64, (1, 80))
+    cuts = [30, *range(31, 41), 60, *range(61, 71)]
+    expected = rollout(model.forward, tokens, cuts, static_cache(model, 90))
+    run = compiled(model.forward, attention="exact")
+    assert_close(rollout(run, tokens, cuts, static_cache(model, 90)), expected, torch.float32)
+
+
+def test_decoding_past_the_capacity_raises(model):
+    tokens = torch.randint(0, 64, (1, 44))
+    run = compiled(model.forward, **SMALL)
+    cache = static_cache(model, 42)
+    rollout(run, tokens, [40, 41, 42], cache)
+    with pytest.raises(IndexError, match=r"KV cache is full.*larger max_cache_len"), torch.no_grad():
+        run(tokens[:, 42:43], past_key_values=cache)
+
+
+def test_state_goes_with_the_buffers(model):
+    options = dict(SMALL, query_block=32)  # a configuration of its own
+    cache = static_cache(model, 60)
+    rollout(compiled(model.forward, **options), torch.randint(0, 64, (1, 45)), [40, *range(41, 46)], cache)
+    assert len(caches_of(options)) > 0
+    torch._dynamo.reset()
+    sals_compile.report._reports.clear()
+    del cache
+    import gc
+
+    gc.collect()
+    assert len(caches_of(options)) == 0
+
+
+def test_a_buffer_that_something_else_reads_too(model):
+    """The dense buffer stays a true mirror, so another reader in the same graph sees what it would have seen."""
+
+    def forward(tokens, past_key_values):
+        out = model(tokens, past_key_values=past_key_values)
+        return out.logits, past_key_values.layers[0].keys.abs().sum()
+
+    tokens = torch.randint(0, 64, (1, 46))
+    results = []
+    for run in (compiled(forward, attention="exact"), forward):
+        cache = static_cache(model, 60)
+        with torch.no_grad():
+            parts = [run(tokens[:, :40], cache), *(run(tokens[:, i : i + 1], cache) for i in range(40, 46))]
+        results.append((torch.cat([p[0] for p in parts], 1), torch.stack([p[1] for p in parts])))
+    assert_close(results[0][0], results[1][0], torch.float32)
+    torch.testing.assert_close(results[0][1], results[1][1])
+
+
+def test_autograd_stays_dense_and_says_so_once():
+    model = llama(layers=1)
+    tokens = torch.randint(0, 64, (1, 8))
+    import sals_compile.backend as backend
+
+    backend._training_noticed = False
+    run = compiled(model.forward)
+    with pytest.warns(UserWarning, match="for inference"):
+        out = run(tokens, use_cache=False).logits
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.model.layers.parameters())
+    torch.testing.assert_close(out, model(tokens, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64])
+def test_other_dtypes_are_declined(dtype):
+    model = llama(layers=1, dtype=dtype)
+    tokens = torch.randint(0, 64, (1, 8))
+    run = compiled(model.forward)
+    with torch.no_grad():
+        torch.testing.assert_close(run(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits)
+    (site,) = sals_compile.compiled_reports()[0].sites
+    assert site.status == "declined"
+    assert "float64" in site.reason
+
+
+def test_inference_mode(model):
+    tokens = torch.randint(0, 64, (1, 50))
+    cuts = [40, *range(41, 51)]
+    expected = rollout(model.forward, tokens, cuts, static_cache(model, 60))
+    run = compiled(model.forward, attention="exact")
+    with torch.inference_mode():
+        cache = static_cache(model, 60)
+        pieces = [run(tokens[:, :40], past_key_values=cache).logits]
+        pieces += [run(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(40, 50)]
+    assert_close(torch.cat(pieces, 1), expected, torch.float32)
