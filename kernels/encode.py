@@ -128,7 +128,7 @@ def record_rows(
         cos, sin, block_cos, block_sin, ring_slots, new_cos, new_sin, slots,
         total, queries, ring_slots.shape[1],
         _batch_stride(new_cos), new_cos.stride(1), _batch_stride(new_sin), new_sin.stride(1), _batch_stride(slots),
-        DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, MEANS=means, num_warps=4
+        DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, MEANS=means, num_warps=8
     )  # fmt: skip
     if not means and dim:
         _block_means_kernel[(cos.shape[0] * (total // BLOCK),)](

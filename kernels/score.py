@@ -17,6 +17,7 @@ and, when a selection follows, the maxima of groups of tokens (``select.py``) wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -28,8 +29,8 @@ from .encode import _batch_stride, next_power_of_2, require_contiguous, row_majo
 from .index_expr import Modifier
 from .reference import BLOCK
 
-#: Tokens of a tile of the score kernel (divides BLOCK), tiles of one program at most, pipeline stages and warps.
-SCORE_TOKENS, SCORE_TILES, SCORE_STAGES, SCORE_WARPS = 64, 8, 3, 4
+#: Tokens of a tile of the score kernel (divides BLOCK), programs of one multiprocessor, pipeline stages and warps.
+SCORE_TOKENS, SCORE_PROGRAMS, SCORE_STAGES, SCORE_WARPS = 64, 3, 3, 4
 
 #: Latent coordinates of one program of the fold kernel.
 FOLD_TILE = 16
@@ -58,11 +59,11 @@ def _partner(d, DR: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _fold_kernel(
-    query, decoder, folded, rows, queries, query_b, query_l, query_h,
+    query, decoder, folded, rows, shared, queries, query_b, query_l, query_h,
     N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, DR: tl.constexpr, RS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TILE_R: tl.constexpr, ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TILE_R: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of latent coordinates, ROWS query tokens): ``folded [rows, 2, RS, D]``, A and A'."""
+    """Program (tile of latent coordinates, ``shared`` query tokens): ``folded [rows, 2, RS, D]``, A and A'."""
     r = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
     d = tl.arange(0, D_PAD)
     known = d < D
@@ -70,9 +71,8 @@ def _fold_kernel(
     inside = (r < RS)[:, None] & known[None, :]
     basis_at = decoder + r[:, None] * (N * D) + d[None, :]
     # The tile of the decoder is read again for every row, from the L1 cache.
-    for i in range(ROWS):
-        row = tl.minimum(tl.program_id(1) * ROWS + i, rows - 1)
-        own = query + (row // queries).to(tl.int64) * query_b + (row % queries) * query_l
+    for row in range(tl.program_id(1) * shared, tl.minimum(tl.program_id(1) * shared + shared, rows)):
+        own = query + tl.cast(row // queries, tl.int64) * query_b + (row % queries) * query_l
         direct = tl.zeros((TILE_R, D_PAD), tl.float32)
         across = tl.zeros((TILE_R, D_PAD), tl.float32)
         for n in tl.range(0, N, loop_unroll_factor=4):
@@ -87,7 +87,7 @@ def _fold_kernel(
             direct += basis * summed[None, :]
             if DR > 0:
                 across += basis * partner[None, :]
-        at = folded + row.to(tl.int64) * (2 * RS * D) + r[:, None] * D + d[None, :]
+        at = folded + tl.cast(row, tl.int64) * (2 * RS * D) + r[:, None] * D + d[None, :]
         tl.store(at, direct.to(folded.dtype.element_ty), mask=inside)
         if DR > 0:
             tl.store(at + RS * D, (across * sign[None, :]).to(folded.dtype.element_ty), mask=inside)
@@ -136,15 +136,15 @@ def _project_kernel(
 @triton.jit
 def _score_kernel(
     codes, scales, projected, ring_slots, slots, scores, maxima,
-    total, queries, heads, capacity, window, sinks, blocks, ring_p, slots_p, args,
-    R: tl.constexpr, RS: tl.constexpr, TILE_R: tl.constexpr, TILE_T: tl.constexpr, TILES: tl.constexpr,
+    total, queries, heads, capacity, window, sinks, blocks, tiles, ring_p, slots_p, args,
+    R: tl.constexpr, RS: tl.constexpr, TILE_R: tl.constexpr, TILE_T: tl.constexpr,
     BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, BLOCKWISE: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
     MASK_FN: tl.constexpr, UPPER_FN: tl.constexpr, LOWER_FN: tl.constexpr, MASKS: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (TILES tiles of TILE_T tokens, batch): scores for every query token of the call."""
+    """Program (``tiles`` tiles of TILE_T tokens, batch): scores for every query token of the call."""
     b = tl.program_id(1)
-    first = tl.program_id(0) * (TILE_T * TILES)
-    last = tl.minimum(first + TILE_T * TILES, total)
+    first = tl.program_id(0) * TILE_T * tiles
+    last = tl.minimum(first + TILE_T * tiles, total)
     stop = UPPER_FN(b, 0, capacity, args)
     start = LOWER_FN(b, 0, args)
     for q in range(1, queries):
@@ -209,6 +209,12 @@ def _never(scores, maxima, row, queries, total, begin, end, TILE_T: tl.constexpr
                 tl.store(maxima + (row + q).to(tl.int64) * (total // GROUP) + g, least)
 
 
+@lru_cache(maxsize=None)
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the device; of an H200 where there is none (ahead-of-time compilation, the interpreter)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def score(
     query: Tensor,
     codes: Tensor,
@@ -247,9 +253,9 @@ def score(
     # A program reads its tile of the decoder from L2 once, for all its rows.
     shared = max(1, min(4, rows * decoder.numel() * score_rank // rank >> 23))
     _fold_kernel[(triton.cdiv(score_rank, FOLD_TILE), triton.cdiv(rows, shared))](
-        query, decoder, folded, rows, queries, query.stride(0), query.stride(1), query.stride(2),
+        query, decoder, folded, rows, shared, queries, query.stride(0), query.stride(1), query.stride(2),
         N=kv_heads, G=heads // kv_heads, D=dim, D_PAD=d_pad, DR=rotary_dim, RS=score_rank, INTERLEAVED=interleaved,
-        TILE_R=FOLD_TILE, ROWS=shared, num_warps=4,
+        TILE_R=FOLD_TILE, num_warps=4,
     )  # fmt: skip
 
     blocks = total // BLOCK if rotary_dim else 1
@@ -266,13 +272,14 @@ def score(
 
     scores = torch.empty((batch, queries, total), dtype=torch.float32, device=device)
     tile_r = max(16, min(256, next_power_of_2(score_rank)))
-    # Enough programs to fill the device; beyond that, longer ones, whose loads are pipelined.
-    tiles = max(1, min(SCORE_TILES, total // SCORE_TOKENS * batch // 512))
+    # One wave of programs, each of which reads its tiles through a pipeline.
+    programs = max(1, SCORE_PROGRAMS * multiprocessors(device) // batch)
+    tiles = triton.cdiv(total // SCORE_TOKENS, programs)
     _score_kernel[(triton.cdiv(total, SCORE_TOKENS * tiles), batch)](
         codes, scales, projected, ring_slots, slots, scores, scores if maxima is None else maxima,
-        total, queries, heads, capacity, ring_slots.shape[1], sinks, blocks,
+        total, queries, heads, capacity, ring_slots.shape[1], sinks, blocks, tiles,
         _batch_stride(ring_slots), _batch_stride(slots), args,
-        R=rank, RS=score_rank, TILE_R=tile_r, TILE_T=SCORE_TOKENS, TILES=tiles, BLOCK=BLOCK,
+        R=rank, RS=score_rank, TILE_R=tile_r, TILE_T=SCORE_TOKENS, BLOCK=BLOCK,
         QUANTIZED=codes.dtype == torch.int8, BLOCKWISE=rotary_dim > 0, GROUP=group, STAGES=SCORE_STAGES,
         MASK_FN=generated.mask_fn, UPPER_FN=generated.upper_fn, LOWER_FN=generated.lower_fn, MASKS=generated.masks,
         PER_HEAD=Modifier.parse(modifier).mask.uses("h"), num_warps=SCORE_WARPS,

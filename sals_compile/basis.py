@@ -1,21 +1,23 @@
 """Covariances -> the low-rank basis of a site's keys (DESIGN section 4).
 
-Dimensions: ``N`` KV heads, ``D`` head dim, ``E = N*D`` joint key width, ``R`` rank, ``Dr <= D`` rotated dims, ``M`` rotary rows.
+Dimensions: ``N`` KV heads, ``D`` head dim, ``E = N*D`` joint key width, ``R`` rank, ``Dr <= D`` rotated dims,
+``M`` rotary rows.
 
-Three methods, one result. All of them find the ``R``-dimensional subspace that keeps most of a covariance; they differ in the
+Three methods, one result. All find the ``R``-dimensional subspace that keeps most of a covariance; they differ in the
 norm in which an error of the key counts:
 
 - :func:`pca` (the paper, arXiv 2510.24273 section 3): every direction of the key counts the same;
-- :func:`query_weighted` (ours): a direction counts as much as queries look at it, at the distances at which they look. The key
-  rotated to its own position meets the query rotated to its own, so with ``Δ`` the distance between them
-  ``logit = q^T Rot(-Δ) k = (Rot(Δ) q)^T k``, and the expected squared error of the logits of a key error ``e`` is ``e^T M e`` with
-  ``M = blockdiag_n(mean_Δ Rot(Δ) Q_n Rot(Δ)^T)``, ``Q_n`` the second moment of the pre-rotary queries of KV head ``n``;
+- :func:`query_weighted` (ours): a direction counts as much as queries look at it, at the distances at which they look.
+  A key at its position meets a query at its own, so with ``Δ`` the distance between them
+  ``logit = q^T Rot(-Δ) k = (Rot(Δ) q)^T k``, and the expected squared error of the logits of a key error ``e`` is
+  ``e^T M e`` with ``M = blockdiag_n(mean_Δ Rot(Δ) Q_n Rot(Δ)^T)``, where ``Q_n`` is the second moment of the pre-rotary
+  queries of KV head ``n``. The direction matters: with ``Rot(-Δ)`` the KL to the dense model doubles (0.017 -> 0.032);
 - :func:`weights` (no data): the covariance that the key projection gives to white, normalised hidden states.
 
-Cost: one symmetric eigendecomposition in float64 per site, about ``9 E^3`` flops: 0.4 s at ``E`` = 1024, 1.9 s at 2048 and 19 s at
-4096 on one thread of a 2.6 GHz EPYC. Block subspace iteration was measured beside it and dropped: at ``R = E/2`` it takes 8 to 13 times
-as long, and at ``E/8`` it is slower too before its residual is small (40 iterations leave 3e-4 at ``E`` = 2048). So there is one path,
-and its residual is checked.
+Cost: one symmetric eigendecomposition in float64 per site, about ``9 E^3`` flops: 0.4 s at ``E`` = 1024, 1.9 s at 2048
+and 19 s at 4096 on one thread of a 2.6 GHz EPYC. Block subspace iteration was measured beside it and dropped: at ``R =
+E/2`` it takes 8 to 13 times as long, and at ``E/8`` it is slower too before its residual is small (40 iterations leave
+3e-4 at ``E`` = 2048). So there is one path, and its residual is checked.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from .kernels.reference import ROTARY_FORMS, apply_rotary
 
 METHODS = ("query_weighted", "pca", "weights")
 
-#: Eigenvalues of ``M`` below this fraction of the largest are raised to it: directions no query looks at keep a finite price, and
-#: the decoder (``M^-½``) stays bounded by a thousand times the encoder.
+#: Eigenvalues of ``M`` below this fraction of the largest are raised to it: directions that no query looks at keep a
+#: finite price, and the decoder (``M^-½``) stays bounded by a thousand times the encoder.
 FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
 class Basis:
-    """``latent = key @ encoder``, ``key ≈ latent @ decoder``; the first ``Rs`` coordinates are the best basis of rank ``Rs``.
+    """``latent = key @ encoder``, ``key ≈ latent @ decoder``; its first ``Rs`` coordinates are the best of that rank.
 
-    ``encoder [E,R]`` and ``decoder [R,E]`` are fp32; ``eigenvalues [E]`` (fp64, descending, of the whole covariance in the method's
-    norm) say what each coordinate carries: their sum from ``R`` on is the expected squared error.
+    ``encoder [E,R]`` and ``decoder [R,E]`` are fp32; ``eigenvalues [E]`` (fp64, descending, of the whole covariance in
+    the method's norm) say what each coordinate carries: their sum from ``R`` on is the expected squared error.
     """
 
     encoder: Tensor
@@ -59,7 +61,7 @@ class Basis:
 
 
 def pca(key_moment: Tensor, rank: int, *, joint: bool = True, kv_heads: int = 1) -> Basis:
-    """The paper's basis: the leading eigenvectors of ``key_moment [E,E]``, the sum of ``k k^T`` over joint pre-rotary keys.
+    """The paper's basis: leading eigenvectors of ``key_moment [E,E]``, the sum of ``k k^T`` over joint pre-rotary keys.
 
     ``joint=False`` gives each of ``kv_heads`` its own subspace (a block-diagonal encoder) of the same total rank.
     """
@@ -78,15 +80,15 @@ def query_weighted(
 ) -> Basis:
     """The basis with the least expected squared error of the attention logits.
 
-    ``key_moment [E,E]``: sum of ``k k^T`` over joint pre-rotary keys. ``query_moment [N,D,D]``: sum of ``q q^T`` over the pre-rotary query
-    heads of each KV head. ``relative``: ``cos``, ``sin [M,Dr]`` of the distances to average over (:func:`relative_rows`), or None for a
-    model without rotary embedding. ``joint=False``: see :func:`pca`.
+    ``key_moment [E,E]``: sum of ``k k^T`` over joint pre-rotary keys. ``query_moment [N,D,D]``: sum of ``q q^T`` over
+    the pre-rotary query heads of each KV head. ``relative``: ``cos``, ``sin [M,Dr]`` of the distances to average over
+    (:func:`relative_rows`), or None for a model without rotary embedding. ``joint=False``: see :func:`pca`.
     """
     key_moment = _covariance(key_moment, "key_moment")
     query_moment = _covariance(query_moment, "query_moment")
     if query_moment.dim() != 3 or query_moment.shape[0] * query_moment.shape[1] != key_moment.shape[0]:
         raise ValueError(
-            f"query_moment has shape {list(query_moment.shape)}, which does not fit key_moment {list(key_moment.shape)}: "
+            f"query_moment {list(query_moment.shape)} does not fit key_moment {list(key_moment.shape)}: "
             "pass [N, D, D] with N * D = E, one matrix for each KV head"
         )
     metric = mean_over_distances(query_moment, relative, rotary)
@@ -99,7 +101,7 @@ def weights(
 ) -> Basis:
     """The basis without data: ``pca`` of the keys of white hidden states, ``C = W_k diag(g)^2 W_k^T``.
 
-    ``key_weight [E,Hidden]``; ``norm_weight [Hidden]`` is the gain ``g`` of the norm before the projection, None for none.
+    ``key_weight [E,Hidden]``; ``norm_weight [Hidden]`` is the gain ``g`` of the norm before it, None for none.
     ``joint=False``: see :func:`pca`.
     """
     weight = _finite(key_weight, "key_weight")
@@ -109,8 +111,8 @@ def weights(
         gain = _finite(norm_weight, "norm_weight")
         if gain.shape != weight.shape[1:]:
             raise ValueError(
-                f"norm_weight has shape {list(gain.shape)}, key_weight {list(weight.shape)}: the gain of the norm before the key "
-                f"projection has {weight.shape[1]} entries; pass norm_weight=None if there is no such norm"
+                f"norm_weight has shape {list(gain.shape)}, key_weight {list(weight.shape)}: the gain of the norm "
+                f"before the key projection has {weight.shape[1]} entries; pass None if there is no such norm"
             )
         weight = weight * gain
     return _basis(weight @ weight.T, None, rank, 1 if joint else kv_heads, "weights")
@@ -119,14 +121,15 @@ def weights(
 def relative_rows(cos: Tensor, sin: Tensor, rotary: str, count: int) -> tuple[Tensor, Tensor]:
     """Rotary rows of up to ``count`` distances, log-spaced from 0 to ``S - 1``: ``cos``, ``sin [M,Dr]`` fp64.
 
-    ``cos``, ``sin [S,Dr]`` are the rows that a model applied at consecutive positions; a distance ``Δ`` is row ``Δ`` composed with the
-    inverse of row 0. Each pair of dims is a general 2x2 matrix ``[[c1, -s1], [s2, c2]]``, so scaled rows (YaRN) are right too: the
-    scale, which a distance does not have, cancels.
+    ``cos``, ``sin [S,Dr]`` are the rows that a model applied at consecutive positions; a distance ``Δ`` is row ``Δ``
+    composed with the inverse of row 0. Each pair of dims is a general 2x2 matrix ``[[c1, -s1], [s2, c2]]``, so scaled
+    rows (YaRN) are right too: the scale, which a distance does not have, cancels.
     """
     _check_rotary(rotary)
     if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] == 0 or cos.shape[1] % 2:
         raise ValueError(
-            f"cos has shape {list(cos.shape)}, sin {list(sin.shape)}: pass the recorded rows, [S, Dr] each with S >= 1 and Dr even"
+            f"cos has shape {list(cos.shape)}, sin {list(sin.shape)}: pass the recorded rows, [S, Dr] each with S >= 1 "
+            "and Dr even"
         )
     if count < 1:
         raise ValueError(f"count={count}: at least 1 distance is needed")
@@ -173,7 +176,7 @@ def mean_over_distances(query_moment: Tensor, relative: tuple[Tensor, Tensor] | 
 
 
 def _basis(key_moment: Tensor, metric: Tensor | None, rank: int, blocks: int, method: str) -> Basis:
-    """Leading eigenvectors of ``M^½ C M^½``, within each of ``blocks`` diagonal blocks. ``metric [N,D,D]`` or None (identity)."""
+    """Leading eigenvectors of ``M^½ C M^½``, within each of ``blocks`` diagonal blocks; ``metric [N,D,D]`` or None."""
     width = key_moment.shape[0]
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= width:
         raise ValueError(

@@ -30,6 +30,13 @@ BLOCK = reference.BLOCK
 DISTANCES = 64
 
 
+#: Why a cache of inference tensors stays dense.
+UNWATCHED = (
+    "the KV cache was created under torch.inference_mode(), whose tensors do not count writes, so writes by others could not be "
+    "noticed; attention over it stays dense. Create the cache under torch.no_grad() instead."
+)
+
+
 def padded(capacity: int) -> int:
     """Slots of latent storage for ``capacity`` tokens: whole blocks."""
     return -(-capacity // BLOCK) * BLOCK
@@ -217,6 +224,9 @@ class AdoptedCache:
         return self.versions is not None and self.versions != [b._version for b in buffers]
 
     def record_versions(self, buffers: Sequence[Tensor]) -> None:
+        if any(b.is_inference() for b in buffers):
+            self.refused = UNWATCHED
+            return
         self.versions = [b._version for b in buffers]
 
     def forget(self) -> None:

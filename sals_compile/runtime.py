@@ -295,6 +295,8 @@ class CompiledGraph:
             cache, buffers = self.pending
             self.pending = None
             cache.record_versions(buffers)
+            if cache.refused:
+                self._warn(cache.refused)
 
     def _buffers(self, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], bool]:
         born = any(self._cache_of(i, "key_cache").buffer not in self.position for i in self.cached)
@@ -412,7 +414,6 @@ class CompiledGraph:
                     f"{missing} of {start} cached tokens were not written by this compiled model; attention over them stays "
                     f"dense. Prefill through the compiled model, or reset the cache."
                 )
-                self._warn(cache.refused)
                 return
         self._import(cache, keys, values, start)
 

@@ -287,7 +287,7 @@ class Formulation(nn.Module):
         angles = angles[:, None] if angles.dim() == 3 else angles  # over heads
         if form == "complex":
             pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-            turns = torch.polar(torch.ones_like(angles), angles)
+            turns = torch.polar(torch.ones_like(angles.float()), angles.float())
             return torch.view_as_real(pairs * turns).flatten(-2).to(dtype)
         if form == "half_pairwise":
             a, b = x.chunk(2, dim=-1)
@@ -726,3 +726,250 @@ def _mask_problems(spec: Spec, site: Any, report: Any, inputs: Sequence[Any], nu
     if proved and (site.modifier.mask == TRUE or any(values[a].dim() > 2 for a in loads)):
         problems.append(f"mask {site.modifier.mask} is not proved from positions")
     return problems
+
+
+# ---- near misses: what looks like attention and must not be taken for it --------------------------------------------------
+
+#: name -> whether the miss must be declined (else: rewritten rightly, or declined). Each has a positive twin.
+NEAR_MISSES: dict[str, bool] = {
+    "softmax_over_queries": True,
+    "softmax_over_heads": True,
+    "softmax_over_batch": True,
+    "scores_returned": True,
+    "weights_returned": True,
+    "weights_scaled_by_tensor": True,
+    "mask_reads_scores": True,
+    "scores_added_twice": True,
+    "two_products": True,
+    "dropout_in_training": True,
+    "mask_after_softmax": True,
+    "tiled_heads": True,
+    "float64": True,
+    "cache_not_stored": True,
+    "cache_written_twice": True,
+    "cache_along_heads": True,
+    "cache_along_dims": True,
+    "cache_rolled": True,
+    "cache_accumulated": True,
+    "keys_cached_alone": True,
+    "growing_cache": True,
+    "values_from_older_cache": True,
+    "every_second_slot_written": True,
+    "quantised_cache": True,
+    "keys_permuted": False,
+    "keys_reversed": False,
+    "values_permuted": False,
+    "scale_from_parameter": False,
+    "temperature_per_head": False,
+    "rotation_mixes_tokens": False,
+    "rotation_mixes_heads": False,
+    "rotation_of_other_tensor": False,
+    "rotation_with_same_halves": False,
+    "rotation_interleaved_joined_as_halves": False,
+    "rotation_of_shifted_part": False,
+    "rotation_swapped_sign": False,
+    "cos_per_head": False,
+    "queries_shared_by_batch": False,
+    "keys_shared_by_batch": False,
+    "mask_per_head": False,
+    "mask_transposed": False,
+    "mask_finite": False,
+    "mask_soft": False,
+    "log_bias": False,
+    "scores_clamped": False,
+    "softmax_of_shift_along_queries": False,
+    "values_are_keys": False,
+    "cache_read_elsewhere": False,
+    "cache_shared_by_two_sites": False,
+    "cache_of_layer_before": False,
+    "slots_reversed": False,
+    "padding_mask_by_query": False,
+    "masked_by_large_bias": False,
+    "sink_of_zero": False,
+    "output_residual_of_scores_shape": False,
+}
+
+
+class NearMiss(nn.Module):
+    """Attention with one thing wrong (``miss``), or right (its positive twin). Sizes coincide on purpose: B = H = L = D = 4."""
+
+    def __init__(self, kind: str, miss: bool) -> None:
+        super().__init__()
+        self.kind = kind if miss else f"not {kind}"
+        self.name, self.miss = kind, miss
+        self.cached = any(word in kind for word in ("cache", "slot", "stored"))
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.p = nn.Parameter(torch.rand(4) + 0.5)
+        self.matrix = nn.Parameter(torch.randn(4, 4))
+        shape = (4, 4, 12, 4)
+        for name in ("k_cache", "v_cache", "w_cache"):
+            self.register_buffer(name, torch.zeros(shape))
+        self.register_buffer("q8", torch.zeros(shape, dtype=torch.int8))
+        self.register_buffer("angles", torch.outer(torch.arange(64).float(), torch.tensor([1.0, 0.1])))
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """``x [B,H,L,4]``, half-split."""
+        angles = torch.cat((self.angles[positions],) * 2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        a, b = x[..., :2], x[..., 2:]
+        if self.kind == "rotation_mixes_tokens":
+            return x * cos + torch.cat((-b.roll(1, 2), a.roll(1, 2)), -1) * sin
+        if self.kind == "rotation_mixes_heads":
+            return x * cos + torch.cat((-b.flip(1), a.flip(1)), -1) * sin
+        if self.kind == "rotation_with_same_halves":
+            return x * cos + torch.cat((-b, b), -1) * sin
+        if self.kind == "rotation_swapped_sign":
+            return x * cos + torch.cat((b, -a), -1) * sin
+        if self.kind == "rotation_of_other_tensor":
+            return x.flip(1) * cos + torch.cat((-b, a), -1) * sin
+        if self.kind == "rotation_interleaved_joined_as_halves":
+            return x * cos + torch.cat((-x[..., 1::2], x[..., ::2]), -1) * sin
+        if self.kind == "rotation_of_shifted_part":
+            part = x[..., 2:]
+            cos, sin = cos[..., :2], sin[..., :2]
+            return torch.cat((part * cos + torch.cat((-part[..., 1:], part[..., :1]), -1) * sin, x[..., :2]), -1)
+        if self.kind == "cos_per_head":
+            return x * (cos * self.p[:, None, None]) + torch.cat((-b, a), -1) * sin
+        return x * cos + torch.cat((-b, a), -1) * sin
+
+    def write(self, name: str, new: Tensor, positions: Tensor) -> Tensor:
+        kind, buffer = self.kind, getattr(self, name)
+        if kind == "cache_not_stored":
+            return buffer.index_copy(2, positions, new)
+        if kind == "keys_cached_alone" and name == "v_cache":
+            return torch.cat((new, new, new), 2)[:, :, :12]
+        if kind == "growing_cache":
+            return torch.cat((buffer, new), 2)
+        if kind == "cache_along_heads":
+            buffer.index_copy_(1, torch.arange(4), new.repeat(1, 1, 12 // new.shape[2], 1))
+        elif kind == "cache_along_dims":
+            buffer.index_copy_(3, torch.arange(4), new.repeat(1, 1, 12 // new.shape[2], 1))
+        elif kind == "cache_rolled":
+            buffer.copy_(buffer.roll(-1, 2).index_copy(2, positions, new))
+        elif kind == "cache_accumulated":
+            buffer.index_add_(2, positions, new)
+        elif kind == "every_second_slot_written":
+            buffer[:, :, : 2 * new.shape[2] : 2] = new
+        elif kind == "quantised_cache":
+            self.q8.index_copy_(2, positions, (new * 20).round().clamp(-127, 127).to(torch.int8))
+            return self.q8.float() / 20
+        elif kind == "slots_reversed":
+            buffer.index_copy_(2, positions.flip(0), new.flip(2))
+        else:
+            old = buffer.clone() if kind == "values_from_older_cache" and name == "v_cache" else None
+            buffer.index_copy_(2, positions, new)
+            if kind == "cache_written_twice":
+                buffer.index_copy_(2, (positions + 1) % 12, new * 0.5)
+            if old is not None:
+                return old
+        return buffer
+
+    def forward(self, x: Tensor, positions: Tensor) -> Any:
+        kind = self.kind
+        batch, length, _ = x.shape
+        q, k, v = (f(x).view(batch, length, 4, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if kind == "queries_shared_by_batch":
+            q = q[:1].expand(batch, -1, -1, -1)
+        if kind == "keys_shared_by_batch":
+            k, v = k[:1].expand(batch, -1, -1, -1), v[:1].expand(batch, -1, -1, -1)
+        q, k = self.rotate(q, positions), self.rotate(k, positions)
+        if kind == "values_are_keys":
+            v = k
+        if self.cached:
+            k = self.write("k_cache", k, positions)
+            v = self.write("v_cache", v, positions)
+        if kind == "tiled_heads":
+            k, v = k[:, :2].repeat(1, 2, 1, 1), v[:, :2].repeat(1, 2, 1, 1)
+        if kind == "keys_reversed":
+            k = k.flip(2)
+        if kind == "float64":
+            q, k, v = q.double(), k.double(), v.double()
+        if kind == "values_permuted" and v.shape[2] == v.shape[1]:
+            v = v.transpose(1, 2)
+        keys = k.permute(0, 1, 2, 3) if kind == "keys_permuted" and k.shape[2] == 4 else k.transpose(2, 3)
+        s = q @ keys
+        raw = s
+        s = s * (self.p[0] if kind == "scale_from_parameter" else self.p[:, None, None] if kind == "temperature_per_head" else 0.5)
+        if kind == "mask_reads_scores":
+            s = s.masked_fill(s < -0.5, -torch.inf)
+        if kind == "scores_added_twice":
+            s = s + s.tanh()
+        if kind == "two_products":
+            s = s + k[:, :, :length] @ k.transpose(2, 3)
+        if kind == "scores_clamped":
+            s = s.clamp(-0.3, 0.3)
+        query, key = (positions if self.cached else torch.arange(length))[:, None], torch.arange(s.shape[-1])[None]
+        mask = key <= query
+        if kind == "mask_transposed":
+            mask = query <= key
+        if kind == "mask_per_head":
+            mask = (key <= query) & (key > query - torch.arange(1, 5)[:, None, None])
+        if kind == "padding_mask_by_query":
+            mask = mask & (query != 1) | (key == 0)
+        fill = -torch.inf
+        if kind == "mask_finite":
+            fill = -3.0
+        if kind == "masked_by_large_bias":
+            s = s + 20000.0 * (key == 1)
+        if kind == "mask_soft":
+            s = s + (1.0 - mask.float()) * -1.5
+        elif kind == "log_bias":
+            s = s + torch.log(1.0 + query + key) * 0.3
+            s = s.masked_fill(~mask, fill)
+        else:
+            s = s.masked_fill(~mask, fill)
+        if kind == "softmax_of_shift_along_queries":
+            s = torch.where(mask, s - s.amax(-2, keepdim=True), -torch.inf)
+        if kind == "sink_of_zero":
+            s = torch.cat((s, torch.zeros(batch, 4, s.shape[2], 1)), -1)
+        dim = {"softmax_over_queries": -2, "softmax_over_heads": 1, "softmax_over_batch": 0}.get(kind, -1)
+        p = torch.softmax(s, dim)
+        if kind == "sink_of_zero":
+            p = p[..., :-1]
+        p = p.nan_to_num(0.0) if dim != -1 else p
+        weights = p
+        if kind == "dropout_in_training":
+            p = F.dropout(p, 0.5, training=True)
+        if kind == "weights_scaled_by_tensor":
+            p = p * self.p[:, None, None]
+        if kind == "mask_after_softmax":
+            p = p.masked_fill(key == 0, 0.0)
+        out = (p @ v).float()
+        if kind == "cache_shared_by_two_sites" or kind == "cache_of_layer_before":
+            scale = 0.25 if kind == "cache_shared_by_two_sites" else 0.5
+            again = torch.softmax((q.flip(1) @ k.transpose(2, 3) * scale).masked_fill(~mask, -torch.inf), -1) @ v
+            out = out + again
+        out = self.o(out.transpose(1, 2).reshape(batch, length, 16))
+        if kind == "cache_read_elsewhere":
+            return out + self.k_cache.sum() + k.mean()
+        if kind == "scores_returned":
+            return out, raw
+        if kind == "weights_returned":
+            return out, weights
+        if kind == "output_residual_of_scores_shape":
+            return out + x
+        return out
+
+
+def run_near_miss(kind: str, miss: bool, **options: Any) -> Outcome:
+    """A near miss (or its positive twin) compiled in exact mode beside its eager self, two calls (a prefill and a decode when cached)."""
+    torch.manual_seed(5)
+    module = NearMiss(kind, miss).eval()
+    generator = torch.Generator().manual_seed(1)
+    spans = [(0, 4), (4, 5), (5, 6)] if module.cached else [(0, 4), (0, 6)]
+    if kind == "cache_along_heads" or kind == "cache_along_dims":
+        spans = [(0, 4), (4, 8)]
+    calls = [(torch.randn(4, b - a, 16, generator=generator), torch.arange(a, b)) for a, b in spans]
+    valid = [torch.ones(4, b - a, dtype=torch.bool) for a, b in spans]
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, *args: Any) -> Any:
+            found = self.inner(*args)
+            return found if isinstance(found, Tensor) else torch.cat([f.flatten(1) for f in found], 1)[:, None].repeat(1, args[0].shape[1], 1)
+
+    torch.manual_seed(7)
+    return run(First().eval(), calls, valid, **options)

@@ -58,7 +58,7 @@ def make(method, data, rank, joint=True):
     return basis.weights(keys.flatten(1).T, gain, rank, joint=joint, kv_heads=keys.shape[1])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(sites(), st.sampled_from(basis.METHODS), st.booleans(), st.integers(1, 24))
 def test_encoder_and_decoder_project(data, method, joint, rank):
     width = data[0][0].numel()
@@ -68,7 +68,9 @@ def test_encoder_and_decoder_project(data, method, joint, rank):
     assert made.encoder.dtype == made.decoder.dtype == torch.float32
     assert made.rank == rank and made.method == method
     # decoder @ encoder = I_R is what makes encoder @ decoder a projection.
-    torch.testing.assert_close(made.decoder.double() @ made.encoder.double(), torch.eye(rank).double(), atol=2e-4, rtol=0)
+    torch.testing.assert_close(
+        made.decoder.double() @ made.encoder.double(), torch.eye(rank).double(), atol=2e-4, rtol=0
+    )
     assert bool((made.eigenvalues.diff() <= 0).all()) and float(made.eigenvalues.min()) >= 0
     assert 0 <= made.retained <= 1 + 1e-12
     if not joint:
@@ -77,7 +79,7 @@ def test_encoder_and_decoder_project(data, method, joint, rank):
         assert bool((owned.sum(0) == 1).all()), "each coordinate of a per-head basis belongs to one KV head"
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(sites(), st.sampled_from(basis.METHODS), st.booleans())
 def test_full_rank_reproduces_the_keys(data, method, joint):
     keys = data[0].flatten(1)
@@ -86,7 +88,7 @@ def test_full_rank_reproduces_the_keys(data, method, joint):
     torch.testing.assert_close(rebuilt, keys, atol=2e-4 * float(keys.abs().max()), rtol=0)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(sites(), st.sampled_from(basis.METHODS), st.integers(1, 12), st.integers(1, 24))
 def test_first_coordinates_are_the_smaller_basis(data, method, small, large):
     width = data[0][0].numel()
@@ -113,18 +115,20 @@ def logit_error(made, data):
     return total
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(sites(), st.integers(1, 20))
 def test_query_weighted_has_the_least_logit_error(data, rank):
     rank = min(rank, data[0][0].numel())
     ours = logit_error(make("query_weighted", data, rank), data)
-    largest = logit_error(basis.Basis(torch.zeros(data[0][0].numel(), 1), torch.zeros(1, data[0][0].numel()), torch.ones(1), ""), data)
+    largest = logit_error(
+        basis.Basis(torch.zeros(data[0][0].numel(), 1), torch.zeros(1, data[0][0].numel()), torch.ones(1), ""), data
+    )
     for method, joint in (("pca", True), ("pca", False), ("query_weighted", False)):
         other = logit_error(make(method, data, rank, joint), data)
         assert ours <= other * 1.001 + 1e-6 * largest, (method, joint)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(sites(), st.integers(1, 20))
 def test_pca_has_the_least_key_error(data, rank):
     keys = data[0].flatten(1).double()
@@ -136,10 +140,12 @@ def test_pca_has_the_least_key_error(data, rank):
     ours = error(make("pca", data, rank))
     assert ours <= error(make("query_weighted", data, rank)) * 1.001 + 1e-9 * float(keys.square().sum())
     made = make("pca", data, rank)
-    assert math.isclose(ours, float(made.eigenvalues[rank:].sum()), rel_tol=1e-3, abs_tol=1e-5 * float(keys.square().sum()))
+    assert math.isclose(
+        ours, float(made.eigenvalues[rank:].sum()), rel_tol=1e-3, abs_tol=1e-5 * float(keys.square().sum())
+    )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(sites(), st.sampled_from(basis.METHODS), st.booleans(), st.floats(1e-20, 1e20))
 def test_deterministic_and_indifferent_to_scale(data, method, joint, scale):
     width = data[0][0].numel()
@@ -152,7 +158,7 @@ def test_deterministic_and_indifferent_to_scale(data, method, joint, scale):
     torch.testing.assert_close(scaled.encoder, basis.pca(key_moment, 1).encoder, atol=1e-4, rtol=0)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["half", "interleaved"]),
     st.sampled_from([2, 8]),
@@ -207,7 +213,10 @@ def test_a_site_that_saw_nothing_still_has_a_basis():
         (lambda: basis.pca(torch.eye(8), 2, joint=False, kv_heads=3), ["kv_heads=3", "8"]),
         (lambda: basis.pca(torch.ones(8, 4), 2), ["key_moment", "[8, 4]"]),
         (lambda: basis.pca(torch.eye(8) * torch.nan, 2), ["key_moment", "NaN", "finite"]),
-        (lambda: basis.query_weighted(torch.eye(8), torch.zeros(3, 4, 4), None, "none", 2), ["query_moment", "[3, 4, 4]"]),
+        (
+            lambda: basis.query_weighted(torch.eye(8), torch.zeros(3, 4, 4), None, "none", 2),
+            ["query_moment", "[3, 4, 4]"],
+        ),
         (lambda: basis.query_weighted(torch.eye(8), torch.zeros(2, 4, 4), None, "spiral", 2), ["'spiral'", "'half'"]),
         (
             lambda: basis.query_weighted(torch.eye(8), torch.zeros(2, 4, 4), (torch.ones(1, 6),) * 2, "half", 2),

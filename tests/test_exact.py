@@ -124,16 +124,19 @@ def test_batch_permutation_permutes_output(impl):
     torch.testing.assert_close(second, first[order], rtol=2e-3, atol=2e-3)
 
 
-def test_sparse_decode_follows_dense_closely_on_a_peaked_model():
-    """Approximation is bounded where attention is easy: with most tokens attended, decode stays near dense."""
+def test_a_larger_budget_is_closer_to_dense():
     model = llama()
     tokens = torch.randint(0, 64, (1, 64))
     cuts = [48, *range(49, 65)]
     expected = rollout(model.forward, tokens, cuts, static_cache(model, 80))
-    run = compiled(model.forward, budget=44, sinks=4, recents=16, rank=1.0, score_rank=1.0, value_bits=8)
-    actual = rollout(run, tokens, cuts, static_cache(model, 80))
-    error = (actual - expected)[:, 48:].norm() / expected[:, 48:].norm()
-    assert 0 < error < 0.1  # not dense, and not far
+    errors = []
+    for budget in (24, 40, 63):
+        run = compiled(model.forward, budget=budget, sinks=4, recents=8, rank=1.0, score_rank=1.0, value_bits=8)
+        actual = rollout(run, tokens, cuts, static_cache(model, 80))
+        errors.append(float((actual - expected)[:, 48:].norm() / expected[:, 48:].norm()))
+    # Nearly everything attended leaves only rounding of codes; less attended is worse.
+    assert errors[0] > errors[1] > errors[2] > 0
+    assert errors[2] < 0.03
 
 
 def test_unequal_prompt_lengths_do_not_recompile_after_the_second():

@@ -6,9 +6,12 @@ decides when a kernel is *defined* whether it will be interpreted, so the first 
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +23,8 @@ pytest.importorskip("triton")
 
 from kernel_tools import TARGETS, compile_for, record
 
-from sals_compile.kernels import block_sparse, dense, prefill, reference
+from sals_compile.bench import modules
+from sals_compile.kernels import block_sparse, dense, dispatch, prefill, reference
 from sals_compile.kernels.index_expr import KV, SCORE, H, Modifier, Q, const, integer, load, make
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -247,6 +251,83 @@ class TestInterpreted:
         state = storage(1, 256, 200, 2, 32, "half", 1, 32, 40, True, 4, 32)
         arguments = (torch.randn(1, 80, 4, 32), *state, MODIFIERS["causal"], [], [120], 200, 0.2, "half", None)
         close(prefill.reconstruct(*arguments), reference.reconstruct(*arguments))
+
+
+def test_launchers_take_what_the_operators_pass() -> None:
+    for name in ("dense_attention", "materialize", "reconstruct", "block_select", "block_attend"):
+        expected = list(inspect.signature(getattr(reference, name)).parameters)
+        assert list(inspect.signature(dispatch.launcher(name)).parameters)[: len(expected)] == expected, name
+
+
+def test_bench_modules_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "modules.json"
+    arguments = ["--device", "cpu", "--lengths", "256", "384", "--budget", "160", "--json", str(written)]
+    assert modules.main(arguments) == 0
+    assert "rebuilt/SALS" in capsys.readouterr().out
+    rows = json.loads(written.read_text())["rows"]
+    assert [(row["method"], row["tokens"]) for row in rows] == [
+        ("SALS", 256), ("rebuilt", 256), ("SALS", 384), ("rebuilt", 384)
+    ]  # fmt: skip
+    for row in rows:
+        assert set(row["modules"]) == set(modules.MODULES)
+        assert (row["modules"]["TopK"] > 0) == (row["method"] == "SALS") and row["fused"] > 0
+    with pytest.raises(SystemExit):
+        modules.main(["--device", "cpu", "--lengths", "300"])
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    """In bf16 against the reference meaning of the same bf16 inputs in fp32; and the same bits twice."""
+
+    def check(self, operator: str, query: torch.Tensor, *arguments: Any) -> None:
+        run = getattr(torch.ops.sals, operator)
+        found = run(query, *arguments)
+        expected = getattr(reference, operator)(query.float(), *arguments)
+        assert relative_error(found, expected) < 1e-2
+        assert torch.equal(found, run(query, *arguments))
+
+    @pytest.mark.parametrize("modifier", sorted(set(MODIFIERS) - {"nothing allowed"}))
+    @pytest.mark.parametrize("queries,keys,dim", [(1, 3000, 128), (3, 999, 64), (300, 300, 128), (200, 500, 96)])
+    def test_dense_attention(self, modifier: str, queries: int, keys: int, dim: int) -> None:
+        query = torch.randn(2, queries, 8, dim, device="cuda", dtype=torch.bfloat16)
+        key, value = torch.randn(2, 2, keys, 2, dim, device="cuda", dtype=torch.bfloat16)
+        past = keys - queries
+        self.check(
+            "dense_attention", query, key, value, MODIFIERS[modifier], [torch.tensor(past, device="cuda")], [past], 0.1
+        )
+
+    @pytest.mark.parametrize("modifier", ["causal", "sliding window", "documents, one head free", "none"])
+    def test_block_sparse(self, modifier: str) -> None:
+        tokens, dim = 1000, 128
+        query = torch.randn(1, tokens, 8, dim, device="cuda", dtype=torch.bfloat16)
+        key_pre, key, value = torch.randn(3, 1, tokens, 2, dim, device="cuda", dtype=torch.bfloat16)
+        rows = [r.cuda() for r in rotary_rows(1, tokens, dim, "half")]
+        basis = torch.linalg.qr(torch.randn(2 * dim, 64)).Q.cuda()
+        shared = (MODIFIERS[modifier], [torch.tensor(0, device="cuda")], [0])
+        arguments = (query, key_pre, *rows, basis, basis.T.contiguous(), *shared, 64, 200, 4, 64, "half")
+        found, expected = torch.ops.sals.block_select(*arguments), reference.block_select(*arguments)
+        same = [
+            len(set(a.tolist()) & set(b.tolist())) / len(set(b.tolist()))
+            for a, b in zip(found[0], expected[0], strict=True)
+        ]
+        assert sum(same) / len(same) > 0.98  # scores are rounded to bf16
+        assert torch.equal(found, torch.ops.sals.block_select(*arguments))
+        self.check("block_attend", query, key, value, found, *shared, 64, 0.1)
+
+    @pytest.mark.parametrize("rotary", ["half", "interleaved", "none"])
+    @pytest.mark.parametrize("queries,heads", [(1, 2), (1, 16), (40, 8)])
+    def test_reconstruct(self, rotary: str, queries: int, heads: int) -> None:
+        state = [x.cuda() for x in storage(2, 1024, 900, 2, 128, rotary, 1, 128, 100, True, 4, 128)]
+        state[4], state[5] = state[4].bfloat16(), state[5].bfloat16()
+        query = torch.randn(2, queries, heads, 128, device="cuda", dtype=torch.bfloat16)
+        self.check("reconstruct", query, *state, MODIFIERS["causal"], [], [900 - queries], 900, 0.1, rotary)
 
 
 # ---- ahead of time ------------------------------------------------------------------------------------------------

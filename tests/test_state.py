@@ -210,13 +210,25 @@ def test_other_dtypes_are_declined(dtype):
     assert "float64" in site.reason
 
 
-def test_inference_mode(model):
+def test_a_cache_of_inference_tensors_stays_dense_and_says_why(model, caplog):
     tokens = torch.randint(0, 64, (1, 50))
     cuts = [40, *range(41, 51)]
     expected = rollout(model.forward, tokens, cuts, static_cache(model, 60))
-    run = compiled(model.forward, attention="exact")
-    with torch.inference_mode():
+    run = compiled(model.forward, **SMALL)
+    with torch.inference_mode(), caplog.at_level(logging.WARNING, logger="sals_compile"):
         cache = static_cache(model, 60)
+        pieces = [run(tokens[:, :40], past_key_values=cache).logits]
+        pieces += [run(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(40, 50)]
+    assert_close(torch.cat(pieces, 1), expected, torch.float32)
+    assert "inference_mode" in caplog.text and "no_grad" in caplog.text
+
+
+def test_inference_mode_with_an_ordinary_cache(model):
+    tokens = torch.randint(0, 64, (1, 50))
+    cuts = [40, *range(41, 51)]
+    expected = rollout(model.forward, tokens, cuts, static_cache(model, 60))
+    run, cache = compiled(model.forward, attention="exact"), static_cache(model, 60)
+    with torch.inference_mode():
         pieces = [run(tokens[:, :40], past_key_values=cache).logits]
         pieces += [run(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(40, 50)]
     assert_close(torch.cat(pieces, 1), expected, torch.float32)

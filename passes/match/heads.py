@@ -50,7 +50,7 @@ def split_batch(query: ViewTrace, query_axis: list[Atom], key: ViewTrace, key_ax
     lead_key = bool(key_axis) and is_one(key_axis[0].size)
     pairs = refine(query, query_axis, key, key_axis)
     batch: list[tuple[Atom, Atom]] = []
-    if batch_first and pairs and not (explicit and (lead_query or lead_key)):
+    if batch_first and pairs and not (explicit and (lead_query or lead_key)) and not _is_head(query, pairs[0][0]):
         batch = pairs[:1]
         pairs = pairs[1:]
     return (
@@ -59,6 +59,17 @@ def split_batch(query: ViewTrace, query_axis: list[Atom], key: ViewTrace, key_ax
         [k for _, k in batch],
         group_heads([k for _, k in pairs]),
     )
+
+
+def _is_head(query: ViewTrace, atom: Atom) -> bool:
+    """Whether the outermost factor of a merged axis is a head, because the batch is of size one and was left out of it (``einsum`` does so).
+
+    It is where it comes from the dim that holds the head dim too (``[.., H*D]``), or where an axis of size one stands before its own.
+    """
+    if atom.dim is None:
+        return False
+    inner = {a.dim for d in query.dims[-1:] for a in d if not is_one(a.size)}
+    return atom.dim in inner or any(all(is_one(a.size) for a in d) for d in query.base_dims[: atom.dim])
 
 
 def fold_batch(query: ViewTrace, key: ViewTrace, value: ViewTrace) -> tuple[Dims, Dims]:

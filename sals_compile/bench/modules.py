@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,11 @@ def by_head(tiles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
 
 
+def select_and_attend(layer: Layer) -> Tensor:
+    """The SALS method, fused."""
+    return layer.attend(layer.score_select())
+
+
 def reconstruct(layer: Layer) -> Tensor:
     """The rebuilt method, fused."""
     state, rows = layer.state, layer.rows
@@ -138,9 +144,9 @@ def _attention_modules(
     logits = [query @ key.mT for query, (key, _) in zip(queries, tiles, strict=True)]
     weights = [torch.softmax(x, -1) for x in logits]
     return {
-        "p=qk": clock([lambda q=q, k=k: q @ k.mT for q, (k, _) in zip(queries, tiles, strict=True)]),
-        "softmax": clock([lambda x=x: torch.softmax(x, -1) for x in logits]),
-        "y=pv": clock([lambda w=w, v=v: w @ v for w, (_, v) in zip(weights, tiles, strict=True)]),
+        "p=qk": clock([partial(torch.matmul, q, k.mT) for q, (k, _) in zip(queries, tiles, strict=True)]),
+        "softmax": clock([partial(torch.softmax, x, -1) for x in logits]),
+        "y=pv": clock([partial(torch.matmul, w, v) for w, (_, v) in zip(weights, tiles, strict=True)]),
     }
 
 
@@ -160,21 +166,21 @@ def measure(
             layer.indices = indices
         modules = {
             "TopK": clock([layer.score_select for layer in layers]),
-            "Recover": clock([lambda x=x, i=i: recover(x, i) for x, i in zip(layers, chosen, strict=True)]),
+            "Recover": clock([partial(recover, layer, i) for layer, i in zip(layers, chosen, strict=True)]),
         }
         tiles = [by_head(with_ring(layer, *recover(layer, i))) for layer, i in zip(layers, chosen, strict=True)]
         modules |= _attention_modules(layers, tiles, clock)
-        fused = clock([lambda x=x: x.attend(x.score_select()) for x in layers])
+        fused = clock([partial(select_and_attend, layer) for layer in layers])
         result.append(Row("SALS", tokens, modules, fused))
         del tiles
     if "rebuilt" in methods:
         # Dense keys and values of all tokens are far larger than any cache, so that two layers are cold enough.
         layers = layers[: 1 if batch * tokens * preset.joint * 2 > COLD_BYTES else 2]
-        modules = {"TopK": 0.0, "Recover": clock([lambda x=x: recover(x, None) for x in layers])}
+        modules = {"TopK": 0.0, "Recover": clock([partial(recover, layer, None) for layer in layers])}
         tiles = [by_head(recover(layer, None)) for layer in layers]
         modules |= _attention_modules(layers, tiles, clock)
         del tiles
-        result.append(Row("rebuilt", tokens, modules, clock([lambda x=x: reconstruct(x) for x in layers])))
+        result.append(Row("rebuilt", tokens, modules, clock([partial(reconstruct, layer) for layer in layers])))
     return result
 
 
@@ -185,7 +191,7 @@ def environment(device: torch.device) -> dict[str, str]:
         import triton
 
         return about | {"device": torch.cuda.get_device_name(device), "triton": triton.__version__}
-    return about | {"device": f"{platform.machine()} CPU, {torch.get_num_threads()} threads"}
+    return about | {"device": f"{platform.machine()} CPU, threads: {torch.get_num_threads()}"}
 
 
 def show(rows: Sequence[Row], about: dict[str, str], title: str) -> None:
@@ -228,7 +234,7 @@ def plot(rows: Sequence[Row], path: str | Path, title: str) -> None:
     panels[0][0].set_ylabel("ms per decode step of one attention site")
     handles, labels = panels[0][0].get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))  # every bar of a module has the same label
-    panels[0][0].legend(unique.values(), unique.keys(), fontsize=8)
+    figure.legend(unique.values(), unique.keys(), fontsize=8, loc="outside right upper")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
