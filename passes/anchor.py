@@ -39,3 +39,30 @@ def _anchor_node(node: Node) -> None:
     )
     node.target = ops.operator("scaled_dot_product_attention")
     node.args, node.kwargs = positional, keyword
+
+
+_WRITES = ("index_copy_", "index_put_", "scatter_", "slice_scatter_", "copy_", "__setitem__")
+
+
+def pin_capacities(gm: GraphModule) -> int:
+    """Specialise the shapes of KV buffers, batch aside, so that a second cache of another length does not make them symbolic.
+
+    A static cache's capacity is a constant of the compiled code (the latents beside it have the same number of slots); without this, Dynamo's
+    automatic dynamic shapes would turn it into a symbol and the site would be declined. Adds guards, so another capacity recompiles. Returns how
+    many sizes were pinned.
+    """
+    pinned = 0
+    for node in gm.graph.nodes:
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if name not in _WRITES and name != "setitem":
+            continue
+        buffer = node.args[0]
+        while isinstance(buffer, Node) and buffer.op in ("call_function", "call_method") and buffer.args:
+            buffer = buffer.args[0]  # a view of the buffer is written
+        value = buffer.meta.get("example_value") if isinstance(buffer, Node) and buffer.op == "placeholder" else None
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            for size in value.shape[1:]:
+                if isinstance(size, torch.SymInt):
+                    int(size)  # guards on the value
+                    pinned += 1
+    return pinned

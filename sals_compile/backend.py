@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .config import OptionError, SalsConfig
-from .passes.anchor import anchor
+from .passes.anchor import anchor, pin_capacities
 from .passes.canonicalize import canonicalize
 from .passes.ir import Declined
 from .passes.match.attention import match_graph
@@ -61,6 +61,7 @@ def sals(
     if torch.is_grad_enabled() and any(isinstance(i, Tensor) and i.requires_grad for i in example_inputs):
         return _dense_for_training(gm, example_inputs, config, mode)
     anchor(gm)
+    pin_capacities(gm)
     return compile_anchored(gm, example_inputs, config, mode)
 
 

@@ -1,8 +1,9 @@
 """What a model's keys and queries look like on a text, kept in a file: :class:`Calibration`.
 
 A calibration holds second moments, not bases, so that method, rank and the slice of a tensor-parallel rank are chosen
-later (:meth:`Calibration.basis`), and two calibrations can be added (:meth:`Calibration.merge`). The file is safetensors:
-tensors ``SITE/FIELD`` and JSON metadata with a format name, a version and the model's fingerprint. No pickle, no code.
+later (:meth:`Calibration.basis`), and two calibrations can be added (:meth:`Calibration.merge`). The file is
+safetensors: tensors ``SITE/FIELD`` and JSON metadata with a format name, a version and the model's fingerprint.
+No pickle, no code.
 
 Dimensions: ``N`` KV heads, ``D`` head dim, ``E = N*D``, ``M`` distances, ``Dr <= D`` rotated dims.
 """

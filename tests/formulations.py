@@ -750,11 +750,11 @@ NEAR_MISSES: dict[str, bool] = {
     "cache_along_heads": True,
     "cache_along_dims": True,
     "cache_rolled": True,
-    "cache_accumulated": True,
+    "cache_accumulated": False,
     "keys_cached_alone": True,
     "growing_cache": True,
     "values_from_older_cache": True,
-    "every_second_slot_written": True,
+    "every_second_slot_written": False,
     "quantised_cache": True,
     "keys_permuted": False,
     "keys_reversed": False,
@@ -837,7 +837,7 @@ class NearMiss(nn.Module):
         if kind == "cache_not_stored":
             return buffer.index_copy(2, positions, new)
         if kind == "keys_cached_alone" and name == "v_cache":
-            return torch.cat((new, new, new), 2)[:, :, :12]
+            return new.repeat(1, 1, 12, 1)[:, :, :12]
         if kind == "growing_cache":
             return torch.cat((buffer, new), 2)
         if kind == "cache_along_heads":
@@ -891,7 +891,7 @@ class NearMiss(nn.Module):
         raw = s
         s = s * (self.p[0] if kind == "scale_from_parameter" else self.p[:, None, None] if kind == "temperature_per_head" else 0.5)
         if kind == "mask_reads_scores":
-            s = s.masked_fill(s < -0.5, -torch.inf)
+            s = s.masked_fill((s < 0) & (torch.arange(s.shape[-1]) > 0), -torch.inf)
         if kind == "scores_added_twice":
             s = s + s.tanh()
         if kind == "two_products":

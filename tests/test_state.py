@@ -121,6 +121,15 @@ def test_two_caches_alternate(model):
         assert_close(torch.cat(a, 1), e, torch.float32)
 
 
+def test_caches_of_different_capacity(model):
+    run = compiled(model.forward, attention="exact")
+    tokens, cuts = torch.randint(0, 64, (1, 36)), [30, *range(31, 37)]
+    for capacity in (40, 56, 48):
+        expected = rollout(model.forward, tokens, cuts, static_cache(model, capacity))
+        assert_close(rollout(run, tokens, cuts, static_cache(model, capacity)), expected, torch.float32)
+    assert all(s.status == "exact" for r in sals_compile.compiled_reports() for s in r.sites)
+
+
 def test_two_models_do_not_mix(model):
     other = llama(layers=2)
     with torch.no_grad():

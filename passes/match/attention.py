@@ -34,8 +34,8 @@ from ..graph import (
 )
 from ..ir import AttentionSite, CacheWrite, Declined, MatchResult, Mismatch, Operand, module_path
 from .heads import fold_batch, group_heads, product, refine, split_batch, split_rows
-from .kv_cache import match_cache
-from .mask import _BINARY, _UNARY, IndexInterpreter, fold_scale, split_mask, spread
+from .kv_cache import match_cache, tokens_written
+from .mask import _BINARY, _UNARY, IndexInterpreter, clamp, fold_scale, split_mask, spread
 from .projection import match_projection
 from .rotary import match_rotary
 
@@ -161,6 +161,7 @@ _ELEMENTWISE = {
     aten.where.ScalarOther,
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
+    aten.clamp.default,
     aten.cat.default,  # of a sink's column
 }
 
@@ -236,7 +237,7 @@ def _from_softmax(node: Node) -> AttentionSite:
     left, right = (first.args[1], first.args[2]) if first.target is aten.baddbmm.default else first.args[:2]
     query, key = trace_views(left, scales=True), trace_views(right, scales=True)  # type: ignore[arg-type]
     q_batch, q_heads, k_batch, k_heads = split_batch(query, query.dims[0], key, key.dims[0], batch_first=True)
-    row_heads, tokens = split_rows(query.dims[1], q_heads, query.dims[2])
+    row_heads, tokens = split_rows(query.dims[1], q_heads, query.dims[2], tokens_written(key.base))
     q_roles = [q_batch, tokens, [*q_heads, *row_heads], query.dims[2]]
     k_roles = [k_batch, key.dims[2], k_heads, key.dims[1]]
 
@@ -318,6 +319,9 @@ def _sink_logits(step: Node, previous: Node, trace: ViewTrace, roles: Roles, ind
         raise Mismatch("more than one column of sinks joins the scores", step)
     reader = IndexInterpreter()
     found = reader.operand(column, [*index[:axis], const(0), *index[axis + 1 :]])
+    if found.op == "const":
+        like = column.meta["val"]
+        return emit(step, aten.full.default, [product(roles[1][1])], found.args[0], dtype=like.dtype, device=like.device)
     if found.op == "load":
         source, where = reader.tensors[found.args[0]], found.args[1:]
         heads = product(roles[1][1])
@@ -367,6 +371,8 @@ def _apply(step: Node, previous: Node, expression: Expr, interpreter: IndexInter
         return make(_BINARY[target], left, right)
     if target in _UNARY:
         return make(_UNARY[target], value(args[0]))
+    if target is aten.clamp.default:
+        return clamp(step, value)
     if target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         return make("where", value(args[1]), value(args[2]), value(args[0]))
     return make("where", *(value(a) for a in args))

@@ -6,7 +6,7 @@ are read from the traced axes: a broadcast axis inside the head axis is the grou
 
 from __future__ import annotations
 
-from ..graph import Atom, Dims, ViewTrace, is_one, same
+from ..graph import Atom, Dims, Size, ViewTrace, is_one, same
 from ..ir import Mismatch
 
 
@@ -80,12 +80,15 @@ def fold_batch(query: ViewTrace, key: ViewTrace, value: ViewTrace) -> tuple[Dims
     return [q_batch, k_batch, v_batch], [q_heads, k_heads, v_heads]
 
 
-def split_rows(rows: list[Atom], heads: list[Atom], head_dim: list[Atom]) -> tuple[list[Atom], list[Atom]]:
+def split_rows(rows: list[Atom], heads: list[Atom], head_dim: list[Atom], written: Size | None) -> tuple[list[Atom], list[Atom]]:
     """``(heads, tokens)`` among the factors of a query's row axis: grouped queries may be folded into it (``[B*N, G*L, D]``).
 
     A factor that comes from the same dim as the other heads or the head dim is a head; where no factor tells, the innermost are tokens.
+    ``written``: how many tokens this call writes to a cache, if it does.
     """
     kept = [a for a in rows if not is_one(a.size)]
+    if written is not None and is_one(written):
+        return kept, [a for a in rows if a not in kept]
     if len(kept) < 2:
         return [], rows
     homes = {a.dim for a in (*heads, *head_dim) if not is_one(a.size)} - {None}

@@ -18,7 +18,7 @@ from torch.fx import Node
 from ...kernels.index_expr import Expr
 from ..graph import Dims, Layout, Size, ViewTrace, aten, dtype_of, emit, inherit_roles, is_one, same, shape_of, trace_views
 from ..ir import CacheWrite, Mismatch
-from .mask import IndexInterpreter
+from .mask import _BINARY, IndexInterpreter
 from .rotary import calls, strip
 
 GROWING = "the KV cache grows by concatenation; use a static cache (transformers: StaticCache or cache_implementation='static')"
@@ -133,6 +133,18 @@ WRITES: dict[Any, Callable[[Node], _Write | None]] = {
 }
 
 
+def tokens_written(update: Node) -> Size | None:
+    """How many tokens the call writes, when the node is the update of a cache along one axis."""
+    if calls(update, aten.slice.Tensor):
+        update = update.args[0]  # type: ignore[assignment]
+    if update.op != "call_function" or update.target not in WRITES:
+        return None
+    new = [a for a in update.args if isinstance(a, Node)][-1]
+    old = update.args[0]
+    changed = [n for o, n in zip(reversed(shape_of(old)), reversed(shape_of(new)), strict=False) if not same(o, n)]  # type: ignore[arg-type]
+    return changed[0] if len(changed) == 1 else None
+
+
 def match_cache(trace: ViewTrace, roles: Dims) -> CacheWrite | None:
     """The write that made ``trace.base``, whose atoms play ``roles`` ``[B, S, N, D]``; None when it is no cache."""
     update, read = trace.base, None
@@ -143,6 +155,7 @@ def match_cache(trace: ViewTrace, roles: Dims) -> CacheWrite | None:
     if calls(update, aten.cat.default):
         _reject_growing(update, roles)
         return None
+    _reject_quantised(update)
     rule = WRITES.get(update.target) if update.op == "call_function" else None
     write = None if rule is None else rule(update)
     if write is None:
@@ -220,6 +233,20 @@ def _reject_growing(update: Node, roles: Dims) -> None:
     token_axis = [a.dim for a in roles[1] if not is_one(a.size)]
     if token_axis == [dim] and any(_from_input(p) for p in parts):  # type: ignore[union-attr]
         raise Mismatch(GROWING, update)
+
+
+def _reject_quantised(node: Node) -> None:
+    """Keys computed element by element from an integer cache are a quantised cache."""
+    for _ in range(8):
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+            return
+        if node.target in WRITES and not dtype_of(node).is_floating_point:
+            raise Mismatch(f"the cache is kept in {dtype_of(node)} (a quantised cache), which is not supported", node)
+        if node.target not in (aten._to_copy.default, *_BINARY):
+            return
+        node = node.args[0]
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return
 
 
 def _from_input(node: Node) -> bool:

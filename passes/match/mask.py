@@ -8,7 +8,7 @@ ever dropped. :func:`split_mask` then separates an additive score into a proved 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -139,6 +139,8 @@ class IndexInterpreter:
             found = self._cast(node, index)
         elif target in _BINARY and not node.kwargs.get("rounding_mode"):
             found = self._binary(node, index)
+        elif target is aten.clamp.default:
+            found = clamp(node, lambda a: self._operand(a, index))
         elif target is aten.rsub.Scalar and len(args) == 2:
             kind = dtype_of(args[0])  # type: ignore[arg-type]
             if kind != torch.bool:
@@ -316,6 +318,14 @@ def _typed(value: Any, dtype: torch.dtype) -> Any:
     if not isinstance(value, (bool, int, float)):
         return value
     return torch.tensor(value).to(dtype).item()
+
+
+def clamp(node: Node, value: Callable[[Any], Expr]) -> Expr:
+    """``clamp(x, low, high)``; either bound may be missing."""
+    low, high = (node.args[i] if len(node.args) > i else node.kwargs.get(n) for i, n in ((1, "min"), (2, "max")))
+    result = value(node.args[0])
+    result = result if low is None else make("max", result, value(low))
+    return result if high is None else make("min", result, value(high))
 
 
 def distribute(expr: Expr) -> Expr:
