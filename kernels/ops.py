@@ -34,12 +34,14 @@ SCHEMAS: dict[str, str] = {
     "observe_keys": "(Tensor(a!) key_moment, Tensor key_pre) -> ()",
     "score": (
         "(Tensor query, Tensor codes, Tensor scales, Tensor decoder, Tensor block_cos, Tensor block_sin, "
-        f"Tensor ring_slots, Tensor slots, {_MODIFIER}, int capacity, int score_rank, int sinks, str rotary) -> Tensor"
+        f"Tensor ring_slots, Tensor slots, {_MODIFIER}, int capacity, int score_rank, int sinks, str rotary, "
+        "str head_score='sum', float scale=1.0) -> Tensor"
     ),
     "select": "(Tensor scores, int k) -> Tensor",
     "score_select": (
         "(Tensor query, Tensor codes, Tensor scales, Tensor decoder, Tensor block_cos, Tensor block_sin, "
-        f"Tensor ring_slots, Tensor slots, {_MODIFIER}, int capacity, int score_rank, int sinks, str rotary, int k) -> Tensor"
+        f"Tensor ring_slots, Tensor slots, {_MODIFIER}, int capacity, int score_rank, int sinks, str rotary, "
+        "int k, str head_score='sum', float scale=1.0) -> Tensor"
     ),
     "attend": (
         f"(Tensor query, Tensor indices, {_LATENTS}, {_RING}, Tensor cos, Tensor sin, Tensor decoder, "

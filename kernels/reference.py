@@ -325,45 +325,75 @@ def score(
     score_rank: int,
     sinks: int,
     rotary: str,
+    head_score: str = "sum",
+    scale: float = 1.0,
 ) -> Tensor:
-    """Latent scores of every cached token for every query token: ``[B,L,S]`` fp32, summed over heads.
+    """Latent scores of every cached token for every query token: ``[B,L,S]`` fp32.
 
-    ``query [B,L,H,D]`` is rotated (``block_rotary``), or pre-rotary with ``rotary="none"`` (``rope_free``). -inf: not selectable
-    (masked for every head, at or past ``capacity``, or held by the ring, which is always attended). +inf: always selected
-    (the first ``sinks`` slots, and recent tokens that the ring has lost).
+    ``query [B,L,H,D]`` is rotated (``block_rotary``), or pre-rotary with ``rotary="none"`` (``rope_free``). ``head_score`` says how heads
+    combine: ``"sum"`` of their approximate logits (the paper), their ``"max"``, or the ``"mass"`` of attention that each gives the
+    token (softmax of ``scale`` times the approximate logit, modified and masked as the true one, summed over heads).
+
+    -inf: not selectable (masked for every head, at or past ``capacity``, or held by the ring, which is always attended). +inf: always
+    selected (the first ``sinks`` slots, and recent tokens that the ring has lost).
     """
     batch, queries, heads, dim = query.shape
     total, kv_heads = codes.shape[1], decoder.shape[1] // dim
-    summed = query.float().unflatten(2, (kv_heads, -1)).sum(3)  # [B,L,N,D]: decoder columns are shared by a group
-    basis = decoder[:score_rank].float().T
+    basis = decoder[:score_rank].float()
     latent = dequantize_latent(codes[..., :score_rank], scales)
-    if rotary == "none":
-        projected = summed.flatten(2) @ basis
-        scores = projected @ latent.transpose(1, 2)
+    grouped = query.float().unflatten(2, (kv_heads, -1))
+    if head_score == "sum":
+        # Decoder columns are shared by a group and the rotation by all heads, so the sum over heads is taken first.
+        joint = grouped.sum(3)
+        scores = _latent_logits(joint, basis, latent, block_cos, block_sin, rotary).unsqueeze(1)
     else:
-        unrotated = apply_rotary_transpose(
-            summed.unsqueeze(2),
-            block_cos.float()[:, None, :, None, :],
-            block_sin.float()[:, None, :, None, :],
-            rotary,
-        )
-        projected = unrotated.flatten(3) @ basis  # [B,L,S/BLOCK,Rs]
-        blocks = latent.view(batch, -1, BLOCK, score_rank)
-        scores = (projected.permute(0, 2, 1, 3) @ blocks.transpose(2, 3)).permute(0, 2, 1, 3).reshape(batch, -1, total)
+        by_head = basis.view(score_rank, kv_heads, dim).permute(1, 2, 0)  # [N,D,Rs]
+        scores = _latent_logits(grouped, by_head, latent, block_cos, block_sin, rotary)  # [B,H,L,S]
     kv = torch.arange(total, device=query.device)
     parsed = Modifier.parse(modifier)
-    selectable = (kv < capacity).view(1, 1, -1)
+    allowed = (kv < capacity).view(1, 1, 1, -1)
+    indices = _grid(batch, heads, queries, query.device) | {"kv": kv.clamp_max(capacity - 1).view(1, 1, 1, -1)}
     if parsed.masks:
-        indices = _grid(batch, heads, queries, query.device) | {"kv": kv.clamp_max(capacity - 1).view(1, 1, 1, -1)}
-        allowed = evaluate(parsed.mask, indices, tensors, integers).expand(-1, -1, -1, total)
-        allowed = allowed.any(1) if parsed.mask.uses("h") else allowed[:, 0]
-        selectable = selectable & allowed
+        allowed = allowed & evaluate(parsed.mask, indices, tensors, integers).expand(-1, -1, -1, total)
+    if head_score == "mass":
+        logits = scores * scale
+        if parsed.modifies:
+            logits = evaluate(parsed.score, indices | {"score": logits}, tensors, integers)
+        scores = softmax(torch.where(allowed, logits, -torch.inf), None).sum(1)
+    else:
+        scores = scores.amax(1)
+    selectable = allowed.any(1)
     window = ring_slots.shape[1]
     slots = slots.unsqueeze(-1)
     in_ring = ring_slots[:, kv % window] == kv  # [P,S]
     lost = (kv > slots - window) & (kv <= slots)
     scores = torch.where((kv < sinks) | lost, torch.inf, scores)
     return torch.where(selectable & ~in_ring.unsqueeze(1), scores, -torch.inf)
+
+
+def _latent_logits(
+    query: Tensor, basis: Tensor, latent: Tensor, block_cos: Tensor, block_sin: Tensor, rotary: str
+) -> Tensor:
+    """Products of un-rotated queries with latents: joint ``[B,L,N,D]`` -> ``[B,L,S]``, or per head ``[B,L,N,G,D]`` -> ``[B,H,L,S]``."""
+    per_head = query.dim() == 5
+    queries = query.shape[1]
+    if per_head:
+        query = query.transpose(2, 3)  # [B,L,G,N,D]: heads of a KV head project alike
+    if rotary == "none":
+        spread = query.unsqueeze(2)
+    else:
+        shape = (block_cos.shape[0], 1, block_cos.shape[1], *[1] * (query.dim() - 3), block_cos.shape[2])
+        cos, sin = block_cos.float().view(shape), block_sin.float().view(shape)
+        spread = apply_rotary_transpose(query.unsqueeze(2), cos, sin, rotary)  # [B,L,blocks,(G,)N,D]
+    blocks = spread.shape[2]
+    if per_head:
+        projected = (spread.unsqueeze(-2) @ basis).squeeze(-2)  # [B,L,blocks,G,N,Rs]
+        projected = projected.permute(0, 2, 4, 3, 1, 5).flatten(2, 4)  # [B,blocks,N*G*L,Rs]
+    else:
+        projected = (spread.flatten(3) @ basis.T).transpose(1, 2)  # [B,blocks,L,Rs]
+    tokens = latent.unflatten(1, (blocks, -1)).transpose(2, 3)  # [B,blocks,Rs,S/blocks]
+    logits = (projected @ tokens).transpose(1, 2).flatten(2)  # [B,L or H*L,S]
+    return logits.unflatten(1, (-1, queries)) if per_head else logits
 
 
 def select(scores: Tensor, k: int) -> Tensor:
@@ -404,6 +434,8 @@ def score_select(
     sinks: int,
     rotary: str,
     k: int,
+    head_score: str = "sum",
+    scale: float = 1.0,
 ) -> Tensor:
     """:func:`select` of :func:`score`, in one operator so that kernels can begin the selection while they score."""
     scores = score(
@@ -422,6 +454,8 @@ def score_select(
         score_rank,
         sinks,
         rotary,
+        head_score,
+        scale,
     )
     return select(scores, k)
 

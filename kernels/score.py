@@ -231,10 +231,14 @@ def score(
     score_rank: int,
     sinks: int,
     rotary: str,
+    head_score: str = "sum",
+    scale: float = 1.0,
     maxima: Tensor | None = None,
     group: int = 0,
 ) -> Tensor:
     """See ``reference.score``. ``maxima [B*L, S/group]`` int32, when given, gets each group's largest :func:`order_of`."""
+    if head_score != "sum":
+        raise NotImplementedError("scores that are not sums over heads run as their reference meaning")
     require_contiguous(codes=codes, scales=scales, block_cos=block_cos, block_sin=block_sin, ring_slots=ring_slots)
     query, decoder, slots = row_major(query, 1), decoder.contiguous(), row_major(slots, 1)
     batch, queries, heads, dim = query.shape

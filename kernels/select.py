@@ -217,6 +217,8 @@ def score_select(
     sinks: int,
     rotary: str,
     k: int,
+    head_score: str = "sum",
+    scale: float = 1.0,
 ) -> Tensor:
     """See ``reference.score_select``: the score kernel leaves the maxima."""
     group = group_size(codes.shape[1], k)
@@ -224,6 +226,6 @@ def score_select(
     maxima = torch.empty((rows, codes.shape[1] // group), dtype=torch.int32, device=query.device)
     scores = score(
         query, codes, scales, decoder, block_cos, block_sin, ring_slots, slots, modifier, tensors, integers,
-        capacity, score_rank, sinks, rotary, maxima, group,
+        capacity, score_rank, sinks, rotary, head_score, scale, maxima, group,
     )  # fmt: skip
     return _select(scores, maxima, group, k)

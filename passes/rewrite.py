@@ -188,7 +188,7 @@ def rewrite_sparse(
 def _cached(
     writer: _Writer, index: int, entry: SitePlan, group: RowGroup, config: SalsConfig, encoded: set[Node]
 ) -> Any:
-    """encode, score, select, attend (or reconstruct) of one site with a cache."""
+    """encode, score and select, attend (or reconstruct) of one site with a cache."""
     site, get = entry.site, writer.get
     cache = site.key_cache
     assert cache is not None
@@ -219,8 +219,8 @@ def _cached(
             _sinks(site, get),
         )
     free = config.scoring == "rope_free" and site.query_rotary is not None
-    scores = writer.call(
-        "score",
+    chosen = writer.call(
+        "score_select",
         site.query_pre.read(get) if free else query,
         latents[0],
         latents[1],
@@ -234,9 +234,10 @@ def _cached(
         entry.score_rank,
         config.sinks,
         "none" if free else site.rotary_form,
+        cache.capacity if entry.action == "exact" else config.budget - config.recents,
+        config.head_score,
+        site.scale,
     )
-    count = cache.capacity if entry.action == "exact" else config.budget - config.recents
-    chosen = writer.call("select", scores, count)
     return writer.call(
         "attend",
         query,

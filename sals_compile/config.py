@@ -13,6 +13,7 @@ ATTENTION = ("sals", "reconstruct", "exact", "dense")
 LOWERING = ("inductor", "eager", "mlir")
 BASIS = ("query_weighted", "pca", "weights")
 SCORING = ("block_rotary", "rope_free")
+HEAD_SCORE = ("sum", "max", "mass")
 
 
 class OptionError(ValueError):
@@ -37,6 +38,7 @@ class SalsConfig:
         value_transform: ``"hadamard"`` rotates each value head before quantising (undone on the output), or ``"none"``.
         basis: how encoder and decoder are computed: ``"query_weighted"``, ``"pca"`` (the paper) or ``"weights"`` (no data).
         scoring: ``"block_rotary"`` or ``"rope_free"`` (the paper).
+        head_score: how the heads' approximate logits make one score: ``"sum"`` (the paper), ``"max"``, or ``"mass"`` (attention given).
         budget: ``T``, tokens attended per query: sinks, recents and critical tokens. No more cached than this: dense.
         sinks: first tokens, always attended.
         recents: last tokens, always attended, kept exact in a ring.
@@ -59,6 +61,7 @@ class SalsConfig:
     value_transform: str = "hadamard"
     basis: str = "query_weighted"
     scoring: str = "block_rotary"
+    head_score: str = "sum"
     budget: int = 512
     sinks: int = 16
     recents: int = 128
@@ -77,6 +80,7 @@ class SalsConfig:
         _one_of("lowering", self.lowering, LOWERING)
         _one_of("basis", self.basis, BASIS)
         _one_of("scoring", self.scoring, SCORING)
+        _one_of("head_score", self.head_score, HEAD_SCORE)
         _one_of("latent_bits", self.latent_bits, (8, 16))
         _one_of("value_bits", self.value_bits, (4, 8, 16))
         _one_of("value_transform", self.value_transform, ("hadamard", "none"))
