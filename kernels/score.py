@@ -25,15 +25,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import codegen
-from .encode import _batch_stride, next_power_of_2, require_contiguous, row_major
+from .encode import _batch_stride, next_power_of_2, require_contiguous, round_half_even, row_major
 from .index_expr import Modifier
 from .reference import BLOCK
 
 #: Tokens of a tile of the score kernel (divides BLOCK), programs of one multiprocessor, pipeline stages and warps.
 SCORE_TOKENS, SCORE_PROGRAMS, SCORE_STAGES, SCORE_WARPS = 64, 3, 3, 4
 
-#: Latent coordinates of one program of the fold kernel.
-FOLD_TILE = 16
+#: Latent coordinates of one program of the fold kernel, and its warps.
+FOLD_RANKS, FOLD_WARPS = 32, 4
 
 
 @triton.jit
@@ -59,48 +59,62 @@ def _partner(d, DR: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _fold_kernel(
-    query, decoder, folded, rows, shared, queries, query_b, query_l, query_h,
-    N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, DR: tl.constexpr, RS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TILE_R: tl.constexpr,
+    query, decoder, folded, rows, queries, query_b, query_l, query_h,
+    N: tl.constexpr, N_PAD: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DR: tl.constexpr, RS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TILE_R: tl.constexpr, TILE_D: tl.constexpr, TILE_M: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of latent coordinates, ``shared`` query tokens): ``folded [rows, 2, RS, D]``, A and A'."""
-    r = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
-    d = tl.arange(0, D_PAD)
-    known = d < D
+    """Program (tile of dims, of latent coordinates, of query tokens): ``folded [rows, 2, RS, D]``, A and A'.
+
+    One small product a dim, ``[query tokens, N] x [N, coordinates]``, so that each element of the decoder is read once.
+    """
+    d = tl.program_id(0) * TILE_D + tl.arange(0, TILE_D)
+    r = tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)
+    m = tl.program_id(2) * TILE_M + tl.arange(0, TILE_M)
+    n = tl.arange(0, N_PAD)
+    row = tl.minimum(m, rows - 1)
+    basis = tl.load(
+        decoder + r[:, None, None] * (N * D) + n[None, :, None] * D + d[None, None, :],
+        mask=(r < RS)[:, None, None] & (n < N)[None, :, None] & (d < D)[None, None, :], other=0.0,
+    )  # fmt: skip
+    basis = tl.permute(basis, (2, 1, 0)).to(query.dtype.element_ty)  # [TILE_D, N_PAD, TILE_R]
+    own = query + (row // queries).to(tl.int64) * query_b + (row % queries) * query_l
+    known = (n < N)[None, :, None] & (d < D)[None, None, :]
     other, sign = _partner(d, DR, INTERLEAVED)
-    inside = (r < RS)[:, None] & known[None, :]
-    basis_at = decoder + r[:, None] * (N * D) + d[None, :]
-    # The tile of the decoder is read again for every row, from the L1 cache.
-    for row in range(tl.program_id(1) * shared, tl.minimum(tl.program_id(1) * shared + shared, rows)):
-        own = query + tl.cast(row // queries, tl.int64) * query_b + (row % queries) * query_l
-        direct = tl.zeros((TILE_R, D_PAD), tl.float32)
-        across = tl.zeros((TILE_R, D_PAD), tl.float32)
-        for n in tl.range(0, N, loop_unroll_factor=4):
-            summed = tl.zeros((D_PAD,), tl.float32)
-            partner = tl.zeros((D_PAD,), tl.float32)
-            for g in tl.static_range(G):
-                head = own + (n * G + g) * query_h
-                summed += tl.load(head + d, mask=known, other=0.0).to(tl.float32)
-                if DR > 0:
-                    partner += tl.load(head + other, mask=known, other=0.0).to(tl.float32)
-            basis = tl.load(basis_at + n * D, mask=inside, other=0.0).to(tl.float32)
-            direct += basis * summed[None, :]
-            if DR > 0:
-                across += basis * partner[None, :]
-        at = folded + tl.cast(row, tl.int64) * (2 * RS * D) + r[:, None] * D + d[None, :]
-        tl.store(at, direct.to(folded.dtype.element_ty), mask=inside)
-        if DR > 0:
-            tl.store(at + RS * D, (across * sign[None, :]).to(folded.dtype.element_ty), mask=inside)
+    at = folded + m.to(tl.int64)[:, None, None] * (2 * RS * D) + r[None, :, None] * D + d[None, None, :]
+    inside = (m < rows)[:, None, None] & (r < RS)[None, :, None] & (d < D)[None, None, :]
+    summed = _group_sums(own, n, d, known, query_h, G, TILE_M, N_PAD, TILE_D)
+    product = tl.dot(tl.permute(summed, (2, 0, 1)).to(basis.dtype), basis, input_precision=PRECISION)
+    tl.store(at, tl.permute(product, (1, 2, 0)).to(folded.dtype.element_ty), mask=inside)
+    if DR > 0:
+        summed = _group_sums(own, n, other, known, query_h, G, TILE_M, N_PAD, TILE_D) * sign[None, None, :]
+        product = tl.dot(tl.permute(summed, (2, 0, 1)).to(basis.dtype), basis, input_precision=PRECISION)
+        tl.store(at + RS * D, tl.permute(product, (1, 2, 0)).to(folded.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _group_sums(own, n, d, known, query_h, G: tl.constexpr, TILE_M: tl.constexpr, N_PAD: tl.constexpr,
+                TILE_D: tl.constexpr):  # fmt: skip
+    """Queries ``[TILE_M, N_PAD, TILE_D]`` at dims ``d``, summed over the heads that share a KV head."""
+    total = tl.zeros((TILE_M, N_PAD, TILE_D), tl.float32)
+    for g in tl.static_range(G):
+        at = own[:, None, None] + (n * G + g)[None, :, None] * query_h + d[None, None, :]
+        total += tl.load(at, mask=known, other=0.0).to(tl.float32)
+    return total
 
 
 @triton.jit
 def _project_kernel(
-    folded, block_cos, block_sin, projected, queries, blocks, capacity, rows_p, args,
-    D: tl.constexpr, D_PAD: tl.constexpr, DR: tl.constexpr, RS: tl.constexpr, BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr, UPPER_FN: tl.constexpr, PRECISION: tl.constexpr,
-    TILE_B: tl.constexpr, TILE_R: tl.constexpr, TILE_D: tl.constexpr,
+    folded, block_cos, block_sin, projected, steps, queries, blocks, capacity, rows_p, args,
+    D: tl.constexpr, D_PAD: tl.constexpr, DR: tl.constexpr, RS: tl.constexpr, TILE_R: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INT8: tl.constexpr, UPPER_FN: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_B: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of blocks, tile of latent coordinates, query token): projected queries, fp32."""
+    """Program (tile of blocks, part of TILE_R coordinates, query token): the projected query of each block.
+
+    Either fp32 ``[rows, blocks, RS]``, or int8 ``[rows, blocks, 2, RS]`` with ``steps [rows, blocks, parts]``: two terms of a
+    number, ``step * (first + second / 254)``, which is 15 bits of it.
+    """
     row = tl.program_id(2)
     b = row // queries
     block = tl.program_id(0) * TILE_B + tl.arange(0, TILE_B)
@@ -126,19 +140,28 @@ def _project_kernel(
                 across = tl.load(at + RS * D + d[:, None], mask=inside, other=0.0)
                 sin = tl.load(block_sin + means + other[None, :], mask=turned, other=0.0).to(direct.dtype)
                 total = tl.dot(sin, across, total, input_precision=PRECISION)
-        tl.store(
-            projected + (row.to(tl.int64) * blocks + block[:, None]) * RS + r[None, :],
-            total,
-            mask=live & (r < RS)[None, :],
-        )
+        cell = row.to(tl.int64) * blocks + block
+        stored = live & (r < RS)[None, :]
+        if INT8:
+            step = tl.maximum(tl.max(tl.abs(total), axis=1) / 127.0, 1e-30)
+            scaled = total / step[:, None]
+            first = round_half_even(scaled)
+            second = round_half_even((scaled - first) * 254.0)
+            at = projected + cell[:, None] * (2 * RS) + r[None, :]
+            tl.store(at, first.to(tl.int8), mask=stored)
+            tl.store(at + RS, second.to(tl.int8), mask=stored)
+            tl.store(steps + cell * tl.num_programs(1) + tl.program_id(1), step, mask=block < blocks)
+        else:
+            tl.store(projected + cell[:, None] * RS + r[None, :], total, mask=stored)
 
 
 @triton.jit
 def _score_kernel(
-    codes, scales, projected, ring_slots, slots, scores, maxima,
+    codes, scales, projected, steps, ring_slots, slots, scores, maxima,
     total, queries, heads, capacity, window, sinks, blocks, tiles, ring_p, slots_p, args,
     R: tl.constexpr, RS: tl.constexpr, TILE_R: tl.constexpr, TILE_T: tl.constexpr,
-    BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, BLOCKWISE: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, INT8: tl.constexpr, COLUMNS: tl.constexpr, BLOCKWISE: tl.constexpr, GROUP: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr,
     MASK_FN: tl.constexpr, UPPER_FN: tl.constexpr, LOWER_FN: tl.constexpr, MASKS: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Program (``tiles`` tiles of TILE_T tokens, batch): scores for every query token of the call."""
@@ -159,21 +182,36 @@ def _score_kernel(
         t = tile + tl.arange(0, TILE_T)
         token = b.to(tl.int64) * total + t
         # A tile lies in one block, so one projected query serves it.
-        block = tile // BLOCK if BLOCKWISE else 0
-        for q in range(queries):
-            row = (b * queries + q).to(tl.int64)
-            value = tl.zeros((TILE_T,), tl.float32)
-            for part in tl.static_range(0, RS, TILE_R):
-                r = part + tl.arange(0, TILE_R)
-                weight = tl.load(projected + (row * blocks + block) * RS + r, mask=r < RS, other=0.0)
-                # No mask when the tile fits: 16-byte loads.
+        cell = (b * queries).to(tl.int64) * blocks + (tile // BLOCK if BLOCKWISE else 0)
+        if INT8:
+            # Columns 2q and 2q + 1 are the two terms of query q.
+            column = tl.arange(0, COLUMNS)
+            asked = (column < 2 * queries)[None, :]
+            at = projected + (cell + column // 2 * blocks) * (2 * RS) + column % 2 * RS
+            step_at = steps + (cell + column // 2 * blocks) * PARTS
+            terms = tl.zeros((TILE_T, COLUMNS), tl.float32)
+            for part in tl.static_range(PARTS):
+                r = part * TILE_R + tl.arange(0, TILE_R)
                 if RS % TILE_R == 0:
                     latent = tl.load(codes + token[:, None] * R + r[None, :])
+                    weight = tl.load(at[None, :] + r[:, None], mask=asked, other=0)
                 else:
                     latent = tl.load(codes + token[:, None] * R + r[None, :], mask=(r < RS)[None, :], other=0)
-                value += tl.sum(latent.to(tl.float32) * weight[None, :], axis=1)
-            if QUANTIZED:
-                value *= tl.load(scales + token).to(tl.float32)
+                    weight = tl.load(at[None, :] + r[:, None], mask=asked & (r < RS)[:, None], other=0)
+                step = tl.load(step_at + part, mask=column < 2 * queries, other=0.0)
+                terms += tl.dot(latent, weight, out_dtype=tl.int32).to(tl.float32) * step[None, :]
+        for q in range(queries):
+            row = (b * queries + q).to(tl.int64)
+            if INT8:
+                share = tl.where(column == 2 * q, 1.0, tl.where(column == 2 * q + 1, 1.0 / 254.0, 0.0))
+                value = tl.sum(terms * share[None, :], axis=1) * tl.load(scales + token).to(tl.float32)
+            else:
+                value = tl.zeros((TILE_T,), tl.float32)
+                for part in tl.static_range(PARTS):
+                    r = part * TILE_R + tl.arange(0, TILE_R)
+                    weight = tl.load(projected + (cell + q * blocks) * RS + r, mask=r < RS, other=0.0)
+                    latent = tl.load(codes + token[:, None] * R + r[None, :], mask=(r < RS)[None, :], other=0.0)
+                    value += tl.sum(latent.to(tl.float32) * weight[None, :], axis=1)
             slot = tl.load(slots + b.to(tl.int64) * slots_p + q)
             kept = (t < sinks) | ((t > slot - window) & (t <= slot))
             value = tl.where(kept, float("inf"), value)
@@ -252,39 +290,46 @@ def score(
     device = query.device
     half_precision = query.dtype != torch.float32
 
+    int8 = codes.dtype == torch.int8
+    precision = "tf32" if half_precision else "ieee"
+
     folded = torch.empty((rows, 2, score_rank, dim), dtype=query.dtype, device=device)
     d_pad = max(16, next_power_of_2(dim))
-    # A program reads its tile of the decoder from L2 once, for all its rows.
-    shared = max(1, min(4, rows * decoder.numel() * score_rank // rank >> 23))
-    _fold_kernel[(triton.cdiv(score_rank, FOLD_TILE), triton.cdiv(rows, shared))](
-        query, decoder, folded, rows, shared, queries, query.stride(0), query.stride(1), query.stride(2),
-        N=kv_heads, G=heads // kv_heads, D=dim, D_PAD=d_pad, DR=rotary_dim, RS=score_rank, INTERLEAVED=interleaved,
-        TILE_R=FOLD_TILE, num_warps=4,
+    n_pad = max(16, next_power_of_2(kv_heads))
+    tile_d = max(1, min(16, 512 // n_pad))
+    _fold_kernel[(triton.cdiv(dim, tile_d), triton.cdiv(score_rank, FOLD_RANKS), triton.cdiv(rows, 16))](
+        query, decoder, folded, rows, queries, query.stride(0), query.stride(1), query.stride(2),
+        N=kv_heads, N_PAD=n_pad, G=heads // kv_heads, D=dim, DR=rotary_dim, RS=score_rank, INTERLEAVED=interleaved,
+        TILE_R=FOLD_RANKS, TILE_D=tile_d, TILE_M=16, PRECISION=precision, num_warps=FOLD_WARPS,
     )  # fmt: skip
 
     blocks = total // BLOCK if rotary_dim else 1
-    projected = torch.empty((rows, blocks, score_rank), dtype=torch.float32, device=device)
-    tile_b = 64 if rows * blocks >= 2048 else 32 if blocks > 16 else 16
-    tile_r = min(64, max(16, next_power_of_2(score_rank)))
-    _project_kernel[(triton.cdiv(blocks, tile_b), triton.cdiv(score_rank, tile_r), rows)](
-        folded, block_cos, block_sin, projected, queries, blocks, capacity,
+    tile_r = max(32, min(128, next_power_of_2(score_rank)))
+    parts = triton.cdiv(score_rank, tile_r)
+    if int8:
+        projected = torch.empty((rows, blocks, 2, score_rank), dtype=torch.int8, device=device)
+        steps = torch.empty((rows, blocks, parts), dtype=torch.float32, device=device)
+    else:
+        projected = steps = torch.empty((rows, blocks, score_rank), dtype=torch.float32, device=device)
+    tile_b = 32 if blocks * rows >= 2048 else 16
+    _project_kernel[(triton.cdiv(blocks, tile_b), parts, rows)](
+        folded, block_cos, block_sin, projected, steps, queries, blocks, capacity,
         block_cos.shape[1] if block_cos.shape[0] > 1 else 0, args,
-        D=dim, D_PAD=d_pad, DR=rotary_dim, RS=score_rank, BLOCK=BLOCK, INTERLEAVED=interleaved,
-        UPPER_FN=generated.upper_fn, PRECISION="tf32" if half_precision else "ieee",
-        TILE_B=tile_b, TILE_R=tile_r, TILE_D=min(64, d_pad), num_warps=4,
+        D=dim, D_PAD=d_pad, DR=rotary_dim, RS=score_rank, TILE_R=tile_r, BLOCK=BLOCK, INTERLEAVED=interleaved,
+        INT8=int8, UPPER_FN=generated.upper_fn, PRECISION=precision, TILE_B=tile_b, TILE_D=min(64, d_pad),
+        num_warps=4,
     )  # fmt: skip
 
     scores = torch.empty((batch, queries, total), dtype=torch.float32, device=device)
-    tile_r = max(16, min(256, next_power_of_2(score_rank)))
     # One wave of programs, each of which reads its tiles through a pipeline.
     programs = max(1, SCORE_PROGRAMS * multiprocessors(device) // batch)
     tiles = triton.cdiv(total // SCORE_TOKENS, programs)
     _score_kernel[(triton.cdiv(total, SCORE_TOKENS * tiles), batch)](
-        codes, scales, projected, ring_slots, slots, scores, scores if maxima is None else maxima,
+        codes, scales, projected, steps, ring_slots, slots, scores, scores if maxima is None else maxima,
         total, queries, heads, capacity, ring_slots.shape[1], sinks, blocks, tiles,
         _batch_stride(ring_slots), _batch_stride(slots), args,
         R=rank, RS=score_rank, TILE_R=tile_r, TILE_T=SCORE_TOKENS, BLOCK=BLOCK,
-        QUANTIZED=codes.dtype == torch.int8, BLOCKWISE=rotary_dim > 0, GROUP=group, STAGES=SCORE_STAGES,
+        INT8=int8, COLUMNS=max(16, next_power_of_2(2 * queries)), BLOCKWISE=rotary_dim > 0, GROUP=group, PARTS=parts, STAGES=SCORE_STAGES,
         MASK_FN=generated.mask_fn, UPPER_FN=generated.upper_fn, LOWER_FN=generated.lower_fn, MASKS=generated.masks,
         PER_HEAD=Modifier.parse(modifier).mask.uses("h"), num_warps=SCORE_WARPS,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 The k-th largest *maximum* of disjoint groups of tokens is a lower bound on the k-th largest score: k groups reach it, each with
 a token. With twice as many groups as wanted tokens, or more, hardly more tokens than wanted reach it. So:
 
-1. the maxima of groups of up to 16 tokens are left by the score kernel's epilogue (or found here by a kernel of their own);
+1. the maxima of groups of a few tokens are left by the score kernel's epilogue (or found here by a kernel of their own);
 2. one program a row bounds the k-th score by the leading 16 bits of the k-th maximum, found two bits at a time by counting;
 3. it reads the scores of the groups that reach the bound (about k), compacts the tokens that do (a few hundred), finds the
    k-th largest key among them, gives ties to the lower index by counting, and writes the indices.
@@ -25,6 +25,7 @@ from .encode import next_power_of_2
 from .score import order_of, score
 
 LEAST = tl.constexpr(-2147483648)
+SELECT_WARPS = 8
 
 
 @triton.jit
@@ -49,17 +50,20 @@ def _select_kernel(
     out += row * k
     g = tl.arange(0, GROUPS_PAD)
     tops = tl.load(maxima + row * groups + g, mask=g < groups, other=LEAST)
-    # -- the largest 16-bit prefix that k maxima reach; -inf and NaN (LEAST) never count
+    # -- a bound that k maxima reach, two bits at a time, until hardly more do; -inf and NaN (LEAST) never count
     bound = tl.full((), LEAST, tl.int32)
-    for step in range(8):
-        unit = tl.full((), 1 << 30, tl.int32) >> (2 * step)
-        bound += _digits(tops, bound, unit, k) * unit
+    unit = tl.full((), 1 << 30, tl.int32)
+    reached = total
+    while (unit >= 1 << 14) & (reached > k + k // 8):
+        digit, reached = _digits(tops, bound, unit, k, reached)
+        bound += digit * unit
+        unit = unit >> 2
     bound = tl.maximum(bound, LEAST + 1)
     picked = tops >= bound
     picks = tl.sum(picked.to(tl.int32), axis=0)
     found = 0
     if picks <= PICKS:
-        found = _gather(scores, scratch, picked, picks, bound, total, GROUP, GROUPS_PAD, PICKS)
+        found = _gather(scores, scratch, picked, picks, bound, total, GROUP, GROUPS_PAD, PICKS, HELD)
     if (picks <= PICKS) & (found <= HELD):
         _finish(scratch + PICKS, out, found, bound, k, HELD)
     else:
@@ -70,22 +74,25 @@ def _select_kernel(
 
 
 @triton.jit
-def _digits(keys, limit, unit, k):
-    """The largest of 0 .. 3 such that ``k`` keys or more reach ``limit + digit * unit``: three counts packed in one sum."""
+def _digits(keys, limit, unit, k, reached):
+    """The largest of 0 .. 3 such that ``k`` keys or more reach ``limit + digit * unit``, and how many reach that.
+
+    Three counts packed in one sum; ``reached`` is the count at ``limit``.
+    """
     packed = (keys >= limit + unit).to(tl.int64)
     packed += (keys >= limit + 2 * unit).to(tl.int64) << 20
     packed += (keys >= limit + 3 * unit).to(tl.int64) << 40
     packed = tl.sum(packed, axis=0)
-    return (
-        ((packed & 0xFFFFF) >= k).to(tl.int32)
-        + (((packed >> 20) & 0xFFFFF) >= k).to(tl.int32)
-        + ((packed >> 40) >= k).to(tl.int32)
-    )
+    one = (packed & 0xFFFFF).to(tl.int32)
+    two = ((packed >> 20) & 0xFFFFF).to(tl.int32)
+    three = (packed >> 40).to(tl.int32)
+    reached = tl.where(three >= k, three, tl.where(two >= k, two, tl.where(one >= k, one, reached)))
+    return (one >= k).to(tl.int32) + (two >= k).to(tl.int32) + (three >= k).to(tl.int32), reached
 
 
 @triton.jit
 def _gather(scores, scratch, picked, picks, bound, total, GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr,
-            PICKS: tl.constexpr):  # fmt: skip
+            PICKS: tl.constexpr, HELD: tl.constexpr):  # fmt: skip
     """Compact the (key, index) of every token that reaches the bound behind the PICKS group numbers; their number."""
     tl.store(scratch + tl.cumsum(picked.to(tl.int32), axis=0) - 1, tl.arange(0, GROUPS_PAD), mask=picked)
     tl.debug_barrier()
@@ -99,7 +106,7 @@ def _gather(scores, scratch, picked, picks, bound, total, GROUP: tl.constexpr, G
     place = tl.cumsum(reached.to(tl.int32), axis=0) - 1
     found = tl.sum(reached.to(tl.int32), axis=0)
     # More than fit are not stored: the caller streams the row instead.
-    held = reached & (place < PICKS)
+    held = reached & (place < HELD)
     tl.store(scratch + PICKS + 2 * place, keys, mask=held)
     tl.store(scratch + PICKS + 2 * place + 1, t, mask=held)
     tl.debug_barrier()
@@ -116,15 +123,18 @@ def _finish(pairs, out, found, bound, k, HELD: tl.constexpr):
     index = tl.load(pairs + 2 * i + 1, mask=live, other=-1, cache_modifier=".cg")
     span = tl.max(key, axis=0)
     limit = tl.full((), 0, tl.int64)
-    for step in range(16):
-        unit = tl.full((), 1 << 30, tl.int64) >> (2 * step)
+    unit = tl.full((), 1 << 30, tl.int64)
+    reached = found
+    while (unit >= 1) & (reached > k):
         if unit <= span:
-            limit += _digits(key, limit, unit, k) * unit
+            digit, reached = _digits(key, limit, unit, k, reached)
+            limit += digit * unit
+        unit = unit >> 2
+    # When more than k still reach the limit, the limit is the k-th key, and those equal to it are ties.
     larger = live & (key > limit)
     equal = live & (key == limit)
     ties = k - tl.sum(larger.to(tl.int32), axis=0)
-    chosen = larger | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= ties))
-    chosen = chosen | (live & (found <= k))
+    chosen = larger | (equal & ((reached <= k) | (tl.cumsum(equal.to(tl.int32), axis=0) <= ties)))
     tl.store(out + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, index, mask=chosen)
 
 
@@ -165,11 +175,9 @@ def _row_keys(scores, first, total, TILE: tl.constexpr):
 
 
 def group_size(total: int, k: int) -> int:
-    """Tokens of a group: at most 16, fewer when that leaves fewer than 2 k groups, more when 8192 groups would not do."""
+    """Tokens of a group: as many maxima to search as tokens to gather afterwards, more or less; at most 64."""
     size = 1
-    while size < 16 and total // (2 * size) >= 2 * k:
-        size *= 2
-    while size < 64 and total // size > 8192:
+    while size < 64 and 2 * k * (2 * size) ** 2 <= 2 * total:
         size *= 2
     return size
 
@@ -177,13 +185,14 @@ def group_size(total: int, k: int) -> int:
 def _select(scores: Tensor, maxima: Tensor, group: int, k: int) -> Tensor:
     total, groups = scores.shape[-1], maxima.shape[1]
     rows = maxima.shape[0]
-    picks = next_power_of_2(2 * k)
-    scratch = torch.empty((rows, 3 * picks), dtype=torch.int32, device=scores.device)
+    picks = next_power_of_2(k + k // 4)
+    held = 2 * picks
+    scratch = torch.empty((rows, picks + 2 * held), dtype=torch.int32, device=scores.device)
     out = torch.empty((*scores.shape[:-1], k), dtype=torch.int32, device=scores.device)
     _select_kernel[(rows,)](
         scores, maxima, scratch, out, total, groups, k,
-        GROUP=group, GROUPS_PAD=next_power_of_2(groups), PICKS=picks, HELD=picks, K_PAD=next_power_of_2(k),
-        num_warps=8,
+        GROUP=group, GROUPS_PAD=next_power_of_2(groups), PICKS=picks, HELD=held, K_PAD=next_power_of_2(k),
+        num_warps=SELECT_WARPS if groups > 2048 else 4,
     )  # fmt: skip
     return out
 

@@ -7,7 +7,12 @@ wrote. (``flex_attention`` is a higher-order operator that tracing keeps by itse
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..kernels import ops
@@ -25,6 +30,9 @@ def anchor(gm: GraphModule) -> int:
         for node in list(module.graph.nodes):
             if node.op == "call_function" and node.target in _SDPA:
                 _anchor_node(node)
+                count += 1
+            elif node.op == "call_function" and node.target is torch._transformer_encoder_layer_fwd:
+                node.target = _encoder_layer
                 count += 1
         if count:
             module.recompile()
@@ -66,3 +74,67 @@ def pin_capacities(gm: GraphModule) -> int:
                     int(size)  # guards on the value
                     pinned += 1
     return pinned
+
+
+@contextlib.contextmanager
+def anchoring() -> Iterator[None]:
+    """While AOT traces, functions that call attention themselves (``nn.MultiheadAttention``) call the anchored operator."""
+    functional: Any = torch.nn.functional
+    original = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = ops.operator("scaled_dot_product_attention")
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+def _encoder_layer(
+    x: Tensor,
+    width: int,
+    heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm1_weight: Tensor,
+    norm1_bias: Tensor,
+    norm2_weight: Tensor,
+    norm2_bias: Tensor,
+    in_weight: Tensor,
+    in_bias: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+) -> Tensor:
+    """``nn.TransformerEncoderLayer``'s fused inference operator, written out (aten/native/transformers/transformer.cpp)."""
+    functional = torch.nn.functional
+
+    def norm(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.layer_norm(y, (width,), weight, bias, eps)
+
+    def attention(y: Tensor) -> Tensor:
+        batch, length, _ = y.shape
+        q, k, v = (
+            t.view(batch, length, heads, -1).transpose(1, 2) for t in functional.linear(y, qkv_weight, qkv_bias).chunk(3, -1)
+        )
+        attended = None
+        if mask is not None:  # true (or any other number than zero): masked
+            attended = ~mask.to(torch.bool)
+            if mask_type == 1:
+                attended = attended[:, None, None, :]
+        out = ops.operator("scaled_dot_product_attention")(q, k, v, attended)
+        return functional.linear(out.transpose(1, 2).reshape(batch, length, width), out_weight, out_bias)
+
+    def feed_forward(y: Tensor) -> Tensor:
+        inner = functional.linear(y, in_weight, in_bias)
+        return functional.linear(functional.gelu(inner) if gelu else functional.relu(inner), up_weight, up_bias)
+
+    if norm_first:
+        x = x + attention(norm(x, norm1_weight, norm1_bias))
+        return x + feed_forward(norm(x, norm2_weight, norm2_bias))
+    x = norm(x + attention(x), norm1_weight, norm1_bias)
+    return norm(x + feed_forward(x), norm2_weight, norm2_bias)

@@ -73,6 +73,17 @@ def _copy(node: Node) -> Node | None:
     return emit(node, aten.expand.default, source, list(shape_of(node)))
 
 
+def _cat(node: Node) -> Node | None:
+    """A ``cat`` without its empty parts (the untouched dims of a rotary embedding that rotates all of them)."""
+    parts: Any = node.args[0]
+    kept = [p for p in parts if not any(isinstance(s, int) and s == 0 for s in shape_of(p))]
+    if len(kept) == len(parts) or not kept:
+        return None
+    if len(kept) == 1:
+        return kept[0] if _equal_shapes(kept[0], node) and dtype_of(kept[0]) == dtype_of(node) else None
+    return emit(node, aten.cat.default, kept, *node.args[1:])
+
+
 def _no_dropout(node: Node) -> Node | None:
     """``dropout`` in eval mode or with p = 0."""
     return _source(node) if not node.args[2] or node.args[1] == 0 else None
@@ -86,9 +97,7 @@ def _softmax_function(node: Node) -> Node | None:
 
 
 def _softmax(node: Node, source: Node, dim: int) -> Node:
-    new = emit(node, aten._softmax.default, source, dim, False)
-    new.meta = dict(node.meta)
-    return new
+    return emit(node, aten._softmax.default, source, dim, False)
 
 
 def _unshifted(node: Node, dim: int) -> Node | None:
@@ -184,6 +193,7 @@ RULES: dict[object, Rule] = {
     aten.slice.Tensor: _whole_slice,
     aten.slice_scatter.default: _whole_scatter,
     aten.copy.default: _copy,
+    aten.cat.default: _cat,
     aten.dropout.default: _no_dropout,
     aten.softmax.int: _softmax_function,
     aten._softmax.default: _shifted_softmax,
@@ -191,6 +201,26 @@ RULES: dict[object, Rule] = {
     aten.view_as_real.default: _complex_product,
     operator.getitem: _part,
 }
+
+
+def _laid_out_as(node: Node, replacement: Node) -> Node:
+    """``replacement`` with the strides of ``node``, for which the views after it were traced."""
+    wanted, given = node.meta["val"], replacement.meta["val"]
+    pairs = zip(wanted.shape, wanted.stride(), given.stride(), strict=True)
+    if all(same(size, 1) or same(a, b) for size, a, b in pairs):
+        return replacement
+    order = sorted(range(wanted.dim()), key=lambda d: (-_hint(wanted.stride(d)), d))
+    if order != sorted(order):
+        replacement = emit(node, aten.permute.default, replacement, order)
+    replacement = emit(node, aten.clone.default, replacement, memory_format=torch.contiguous_format)
+    if order != sorted(order):
+        inverse = [order.index(d) for d in range(len(order))]
+        replacement = emit(node, aten.permute.default, replacement, inverse)
+    return replacement
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else size.node.hint
 
 
 def canonicalize(gm: GraphModule) -> GraphModule:
@@ -201,10 +231,11 @@ def canonicalize(gm: GraphModule) -> GraphModule:
         if rule is None or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         # An output must stay a tensor of its own: returning a graph input is another contract.
-        if node in outputs and rule in (_identity, _same_type, _same_shape, _whole_slice, _whole_scatter, _copy, _no_dropout, _part):
+        if node in outputs and rule in (_identity, _same_type, _same_shape, _whole_slice, _whole_scatter, _copy, _cat, _no_dropout, _part):
             continue
         replacement = rule(node)
         if replacement is not None:
+            replacement = _laid_out_as(node, replacement)
             node.replace_all_uses_with(replacement)
             gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()

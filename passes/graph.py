@@ -503,7 +503,4 @@ def ancestors(outputs: Iterable[Node], boundary: Iterable[Node]) -> list[Node]:
         seen.add(node)
         if node not in boundary:
             stack.extend(node.all_input_nodes)
-    if not seen:
-        return []
-    graph = next(iter(seen)).graph
-    return [n for n in graph.nodes if n in seen]
+    return sorted(seen)

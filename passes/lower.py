@@ -34,7 +34,7 @@ def lower(
     if config.lowering == "mlir":
         from .lower_mlir import lower_mlir
 
-        return lower_mlir(decompose(gm, inputs, {}, everything=True), inputs)
+        return lower_mlir(gm, inputs)
     return _inductor(gm, inputs, config, mode, static)
 
 

@@ -44,11 +44,13 @@ class RowGroup:
 
 @dataclass
 class Rewritten:
-    """A variant: the graph, its extra inputs in order, and how many sites run through ``sals`` operators."""
+    """A variant: the graph, its extra inputs in order, how many sites run through ``sals`` operators, and which of the original
+    graph's inputs it still takes (by position; released buffers are no inputs any more)."""
 
     gm: GraphModule
     inputs: list[StateInput]
     sites: int
+    kept: list[int]
 
 
 def row_groups(plans: Sequence[SitePlan]) -> list[RowGroup]:
@@ -98,15 +100,28 @@ class _Writer:
             self.inputs.append(key)
         return Proxy(self.state[key], self.tracer)
 
+    def drop(self, node: Node) -> None:
+        """Remove a store whose result nothing reads."""
+        copied = self.copies.pop(node, None)
+        if copied is not None:
+            self.graph.erase_node(copied)
+
     def call(self, name: str, *args: Any) -> Any:
         return ops.operator(name)(*args)
 
-    def finish(self, gm: GraphModule, sites: int) -> Rewritten:
+    def finish(self, gm: GraphModule, sites: int, released: Sequence[Node] = ()) -> Rewritten:
         self.graph.eliminate_dead_code()
+        kept = []
+        for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
+            copied = self.copies[node]
+            if node in released and not copied.users:
+                self.graph.erase_node(copied)
+            else:
+                kept.append(position)
         self.graph.lint()
         result = GraphModule(gm, self.graph)
         result.meta = dict(gm.meta)
-        return Rewritten(result, self.inputs, sites)
+        return Rewritten(result, self.inputs, sites, kept)
 
 
 def _modifier(site: AttentionSite, get: Callable[[Node], Any]) -> tuple[str, list[Any], list[Any]]:
@@ -154,7 +169,10 @@ def rewrite_dense(gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[R
 def rewrite_sparse(
     gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[RowGroup], config: SalsConfig
 ) -> Rewritten:
-    """Every planned site through ``sals`` operators. Dense cache writes stay: the dense buffer mirrors the latents."""
+    """Every planned site through ``sals`` operators.
+
+    Dense cache writes stay, so that the dense buffers mirror the latents; with ``release_dense`` they go, as the buffers' storage does.
+    """
     writer = _Writer(gm)
     started: set[int] = set()
     encoded: set[Node] = set()
@@ -181,8 +199,13 @@ def rewrite_sparse(
                 result = torch.ops.aten.contiguous.default(result)
         result.node.meta = dict(site.output.meta)
         output.replace_all_uses_with(result.node)
+        if config.release_dense:
+            for cache in (site.key_cache, site.value_cache):
+                for store in cache.stores if cache is not None else ():
+                    writer.drop(store)
         count += 1
-    return writer.finish(gm, count)
+    caches = [c for p in plans for c in (p.site.key_cache, p.site.value_cache) if c is not None]
+    return writer.finish(gm, count, [c.buffer for c in caches] if config.release_dense else ())
 
 
 def _cached(

@@ -116,6 +116,8 @@ def cone_of(site: AttentionSite) -> list[Node]:
 def structure(site: AttentionSite, cone: Sequence[Node]) -> str:
     """Hash of everything verification depends on: operators, literals, shapes, dtypes and the record, names aside."""
     number = {node: i for i, node in enumerate(cone)}
+    boundary = boundary_of(site)
+    cuts = set(boundary)
     digest = hashlib.sha256()
 
     def name(argument: Node) -> str:
@@ -124,12 +126,12 @@ def structure(site: AttentionSite, cone: Sequence[Node]) -> str:
     for node in cone:
         value = node.meta.get("val")
         kind = (tuple(map(str, value.shape)), str(value.dtype)) if isinstance(value, Tensor) else type(value).__name__
-        cut = node in boundary_of(site)
+        cut = node in cuts
         inside = "input" if cut or node.op == "placeholder" else (str(node.target), str(map_arg(node.args, name)))
         options = "" if cut else str(map_arg(node.kwargs, name))
         digest.update(repr((kind, inside, options)).encode())
     facts = (
-        [name(n) for n in boundary_of(site)],
+        [name(n) for n in boundary],
         [name(n) for n in record_nodes(site)],
         name(site.output),
         site.query.layout,
@@ -140,6 +142,10 @@ def structure(site: AttentionSite, cone: Sequence[Node]) -> str:
         site.modifier.serialized,
         site.rotary_form,
         site.rotary_dim,
+        site.key_rotary is not None and site.key_rotary.pairs,
+        [(o.factor, o.dtype) for o in (site.query, site.key_pre, site.value)],
+        [(c.layout, c.slots_dim, c.capacity) for c in (site.key_cache, site.value_cache) if c is not None],
+        [i for i in site.modifier_integers if not isinstance(i, Node)],
         site.heads,
         site.kv_heads,
     )

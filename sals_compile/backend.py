@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .config import OptionError, SalsConfig
-from .passes.anchor import anchor, pin_capacities
+from .kernels import dispatch
+from .passes.anchor import anchor, anchoring, pin_capacities
 from .passes.canonicalize import canonicalize
 from .passes.ir import Declined
 from .passes.match.attention import match_graph
@@ -28,6 +29,9 @@ from .report import GraphReport, record
 from .runtime import CompiledGraph, Registry
 
 log = logging.getLogger("sals_compile")
+
+#: operators with Triton launchers, registered by importing the module
+TRITON_OPERATORS = tuple(dispatch.TRITON)
 
 _registries: dict[str, Registry] = {}
 _training_noticed = False
@@ -89,7 +93,7 @@ def compile_anchored(
         built.append(compiled)
         return compiled
 
-    with torch.no_grad():
+    with torch.no_grad(), anchoring():
         run = aot_module_simplified(
             gm,
             list(example_inputs),
@@ -125,6 +129,11 @@ def compile_traced(
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     aligned = len(placeholders) == len(example_inputs)
     example = dict(zip(placeholders, example_inputs, strict=True)) if aligned else {}
+    if config.release_dense and not any(isinstance(i, Tensor) and i.is_cuda for i in example_inputs):
+        raise OptionError(
+            "option release_dense=True: freeing an adopted buffer is safe on CUDA only (a freed CPU storage cannot be guarded against "
+            "reads); leave it False on CPU"
+        )
     timed("canonicalize", lambda: canonicalize(traced))
     matched = timed("match", lambda: match_graph(traced))
     errors, failed = timed("verify", lambda: verify(matched.sites, example))

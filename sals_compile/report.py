@@ -1,22 +1,34 @@
-"""What the compiler did: sites, graphs, bytes, timings; as objects and as a readable table."""
+"""What the compiler did: sites, graphs, bytes, timings; as objects, a readable table, a networkx graph, a picture or an HTML page."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
+import logging
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import GraphModule
+from torch import Tensor
+from torch.fx import GraphModule, Node
 
-from .cache import bytes_per_token, kv_bytes_per_token
+from .cache import Latents, Rows, bytes_per_token, kv_bytes_per_token
 from .config import SalsConfig
+from .kernels import codegen, ops
 from .passes.ir import AttentionSite, Declined, SitePlan
+from .passes.rewrite import Rewritten
+from .passes.verify import boundary_of, cone_of
 
 if TYPE_CHECKING:
+    import networkx
+
     from .runtime import CompiledGraph
+
+log = logging.getLogger("sals_compile")
 
 _reports: deque[GraphReport] = deque(maxlen=64)
 
@@ -39,6 +51,9 @@ class SiteReport:
     verified_error: float | None = None
     kv_bytes_per_token: float = 0.0
     dense_bytes_per_token: float = 0.0
+    #: of a declined site: what would make it match ("" where nobody knows), and the node at which the nearest match failed
+    remedy: str = ""
+    node: str = ""
 
 
 class GraphReport:
@@ -63,7 +78,10 @@ class GraphReport:
         self.config = config
         self.timings = dict(timings)
         self.sites = [_site_report(p, config) for p in plans] + [
-            SiteReport(d.name, "declined", d.reason + (f" (at {d.node})" if d.node else "")) for d in declined
+            SiteReport(
+                d.name, "declined", d.reason + (f" (at {d.node})" if d.node else ""), remedy=d.remedy, node=d.node
+            )
+            for d in declined
         ]
 
     @property
@@ -73,6 +91,11 @@ class GraphReport:
     @property
     def graph_after(self) -> GraphModule:
         return self._compiled.rewrite("sparse").gm
+
+    @property
+    def plans(self) -> list[SitePlan]:
+        """The full records of the sites that were not declined, in the order of ``sites``."""
+        return list(self._compiled.plans)
 
     @property
     def state_inputs(self) -> list[Any]:
@@ -95,6 +118,95 @@ class GraphReport:
         """
         return kv_bytes_per_token(self._compiled.plans, self._compiled.groups, self.config)
 
+    def rewritten_with_values(self) -> Rewritten:
+        """A copy of the rewritten graph in which every node has a fake tensor (``meta["val"]``), new nodes and state inputs included."""
+        rewritten = self._compiled.rewrite("sparse")
+        propagate_values(self._compiled, rewritten)
+        return rewritten
+
+    def generated_sources(self) -> dict[str, list[str]]:
+        """Triton source generated from masks and score modifiers, each with the names of the sites that use it."""
+        sources: dict[str, list[str]] = {}
+        for plan in self._compiled.plans:
+            site = plan.site
+            if site.modifier.masks or site.modifier.modifies:
+                text = codegen.source(site.modifier.serialized, [t.meta["val"] for t in site.modifier_tensors])
+                sources.setdefault(text, []).append(site.name)
+        return sources
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """The graph before and after as one ``networkx.DiGraph``: nodes by FX name, edges from producer to user.
+
+        Node attributes: ``op`` (``aten.mm``, ``sals.score``, ``input``, ``output``), ``shape`` (tuple, or None for what is no tensor),
+        ``dtype`` (str), ``site`` (name of the attention site whose subgraph it belongs to, or ""), ``before`` and ``after`` (whether it is in
+        the graph as matched, and as rewritten). Edges carry ``before`` and ``after`` too.
+        """
+        import networkx
+
+        graph = networkx.DiGraph()
+        rewritten = self.rewritten_with_values()
+        belongs = self._site_of_nodes(rewritten.gm)
+        for side, module in (("before", self.graph_before), ("after", rewritten.gm)):
+            for node in module.graph.nodes:
+                if node.name not in graph:
+                    value = node.meta.get("val")
+                    graph.add_node(
+                        node.name,
+                        op=operation(node),
+                        shape=tuple(value.shape) if isinstance(value, Tensor) else None,
+                        dtype=str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else "",
+                        site=belongs.get(node.name, ""),
+                        before=False,
+                        after=False,
+                    )
+                graph.nodes[node.name][side] = True
+                for source in node.all_input_nodes:
+                    if not graph.has_edge(source.name, node.name):
+                        graph.add_edge(source.name, node.name, before=False, after=False)
+                    graph.edges[source.name, node.name][side] = True
+        return graph
+
+    def _site_of_nodes(self, after: GraphModule) -> dict[str, str]:
+        """FX node name -> site name: the interior of each site before, and what stands in its place after."""
+        from .picture import nodes_of_site
+
+        belongs: dict[str, str] = {}
+        for plan in self._compiled.plans:
+            site = plan.site
+            outside = set(boundary_of(site))
+            for node in cone_of(site):
+                if node.op == "call_function" and node not in outside:
+                    belongs.setdefault(node.name, site.name)
+            if plan.action != "dense":
+                for node in nodes_of_site(site, after):
+                    if ops.is_sals(node.target):
+                        belongs.setdefault(node.name, site.name)
+        return belongs
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Draw the rewritten graph with Graphviz; the format is the suffix of ``path`` (``.svg``, ``.png``, ``.pdf``, ``.dot``).
+
+        ``sals`` operators are filled, state inputs are ellipses. Raises ``ImportError`` without pydot, ``RuntimeError`` without Graphviz's ``dot``
+        (``.dot`` needs neither program nor layout), ``ValueError`` for a suffix that Graphviz cannot write.
+        """
+        from .picture import draw
+
+        draw(self.rewritten_with_values().gm, path)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained page about this graph (see :meth:`Explanation.save_html`)."""
+        Explanation([self]).save_html(path)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the graphs, as JSON takes it. ``timings`` in seconds, ``kv_bytes_per_token`` in bytes."""
+        return {
+            "sites": [dataclasses.asdict(s) for s in self.sites],
+            "rewritten": self.rewritten,
+            "verified": self.verified,
+            "timings": self.timings,
+            "kv_bytes_per_token": self.kv_bytes_per_token(),
+        }
+
     def __str__(self) -> str:
         return format_sites(self.sites)
 
@@ -112,26 +224,67 @@ class Explanation:
     @property
     def graph_before(self) -> GraphModule:
         """Of the first graph with a site (most models trace to one graph)."""
-        return self._first().graph_before
+        return self.first.graph_before
 
     @property
     def graph_after(self) -> GraphModule:
-        return self._first().graph_after
+        return self.first.graph_after
 
-    def _first(self) -> GraphReport:
+    @property
+    def first(self) -> GraphReport:
+        """The first graph with a site, else the first graph. Raises ``ValueError`` when nothing was traced."""
         if not self.graphs:
             raise ValueError(
                 "nothing was traced: the function ran without a graph (is it decorated with torch.compiler.disable?)"
             )
         return next((g for g in self.graphs if g.sites), self.graphs[0])
 
+    def to_networkx(self) -> networkx.DiGraph:
+        """:meth:`GraphReport.to_networkx` of the first graph with a site."""
+        return self.first.to_networkx()
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """:meth:`GraphReport.draw` of the first graph with a site."""
+        self.first.draw(path)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained page (no network, no script needed to read it) about every graph traced.
+
+        It shows the sites with their reasons and nearest misses, the graph before and after around each site, mask and score expressions,
+        bytes per token, the options, the generated kernels and the pass timings.
+        """
+        from .html import page
+
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page(self.graphs))
+
+    def as_dict(self) -> dict[str, Any]:
+        """:meth:`GraphReport.as_dict` of every graph traced."""
+        return {"graphs": [g.as_dict() for g in self.graphs]}
+
     def __str__(self) -> str:
         return format_sites(self.sites)
 
 
 def record(report: GraphReport) -> None:
-    """Keep a report for :func:`compiled_reports`."""
+    """Keep a report for :func:`compiled_reports`, and log it: one line at INFO, the reasons at DEBUG (logger ``sals_compile``)."""
     _reports.append(report)
+    if not log.isEnabledFor(logging.INFO):
+        return
+    declined = sum(s.status == "declined" for s in report.sites)
+    dense = sum(s.status == "dense" for s in report.sites)
+    log.info(
+        "graph compiled: %d attention sites, %d rewritten, %d left dense, %d declined, %d verified; passes took %.2f s",
+        len(report.sites),
+        report.rewritten,
+        dense,
+        declined,
+        report.verified,
+        sum(report.timings.values()),
+    )
+    for site in report.sites:
+        remedy = f" [{site.remedy}]" if site.remedy else ""
+        log.debug("  %s: %s, %s%s", site.name, site.status, site.reason or "no reason given", remedy)
 
 
 def compiled_reports() -> list[GraphReport]:
@@ -151,16 +304,84 @@ def explain(fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Non
     chosen = dict(options or {}) | {"lowering": "eager"}
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        before = len(_reports)
-        run = sals(gm, example_inputs, options=chosen)
-        fresh = [_reports.pop() for _ in range(len(_reports) - before)]
-        found.graphs.extend(reversed(fresh))
-        return run
+        kept = list(_reports)
+        _reports.clear()
+        try:
+            sals(gm, example_inputs, options=chosen)
+            found.graphs.extend(_reports)
+        finally:
+            _reports.clear()
+            _reports.extend(kept)
+        return gm.forward  # dense: running the compiled graph would teach the model's sites from these arguments
 
-    with torch.no_grad():
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
         copies, keyed = copy.deepcopy((args, kwargs))
         torch.compile(fn, backend=backend)(*copies, **keyed)
     return found
+
+
+def operation(node: Node) -> str:
+    """What a node does, in a word: ``aten.mm``, ``sals.score``, ``input``, ``output``."""
+    if node.op == "placeholder":
+        return "input"
+    if node.op != "call_function":
+        return node.op
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).removesuffix(".default")
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def propagate_values(compiled: CompiledGraph, rewritten: Rewritten) -> None:
+    """Give the nodes of a rewritten graph that have no fake value one, in ``meta["val"]``. What cannot be propagated stays without."""
+    hints = [_Hint.of(n.meta.get("val")) for n in compiled.placeholders]
+    inputs = iter(rewritten.inputs)
+    state: dict[Any, Any] = {}
+    mode = compiled.fake_mode or contextlib.nullcontext()
+
+    def example(entry: Any) -> Any:
+        kind, owner = entry.kind, entry.owner
+        site = compiled.plans[compiled.groups[owner].sites[0] if kind == "rows" else owner].site
+        device = site.output.meta["val"].device
+        if kind == "basis":
+            return compiled._blank_basis(entry)
+        if kind == "query_moment":
+            return torch.zeros((site.kv_heads, site.head_dim, site.head_dim), device=device)
+        if kind == "key_moment":
+            return torch.zeros((site.joint_width,) * 2, device=device)
+        if (kind, owner) not in state:
+            assert site.key_cache is not None
+            capacity = site.key_cache.capacity
+            if kind == "rows":
+                batch = compiled._position_batch(compiled.groups[owner], hints)
+                state[kind, owner] = Rows.allocate(site, batch, capacity, compiled.config, device)
+            else:
+                batch = compiled._batch(site.output_layout, site.output, hints)
+                state[kind, owner] = Latents.allocate(compiled.plans[owner], batch, capacity, compiled.config, device)
+        return getattr(state[kind, owner], entry.field)
+
+    with torch.no_grad(), mode:
+        for node in rewritten.gm.graph.nodes:
+            if node.op == "placeholder" and node.name.startswith("sals_"):
+                node.meta["val"] = example(next(inputs))
+            elif node.op == "call_function" and "val" not in node.meta:
+                values = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+                with contextlib.suppress(Exception):  # a size that needs real data
+                    node.meta["val"] = node.target(*values[0], **values[1])
+
+
+class _Hint:
+    """Stands for a tensor input where only its shape is asked: the sizes seen by the compiler."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return value.node.hint
+        if isinstance(value, Tensor):
+            return _Hint([s if isinstance(s, int) else s.node.hint for s in value.shape])
+        return value
 
 
 def _site_report(plan: SitePlan, config: SalsConfig) -> SiteReport:

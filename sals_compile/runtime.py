@@ -31,7 +31,7 @@ from .cache import (
     storage_key,
 )
 from .config import SalsConfig
-from .kernels import reference
+from .kernels import ops, reference
 from .passes.graph import ancestors
 from .passes.ir import SitePlan
 from .passes.lower import compile_context, lower
@@ -137,6 +137,13 @@ class CompiledGraph:
         self.outputs = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
         self.pending: tuple[AdoptedCache, list[Tensor]] | None = None
         self.warned: set[str] = set()
+        # Parameters and KV buffers never move, so CUDA graphs may bake their addresses in.
+        written = {c.buffer for p in plans for c in (p.site.key_cache, p.site.value_cache) if c is not None}
+        self.static = {
+            i
+            for i, n in enumerate(self.placeholders)
+            if n in written or isinstance(example.get(n), torch.nn.Parameter) or _marked_static(example.get(n))
+        }
         # AOT calls us under its fake mode; state is real.
         with _disable_current_modes():
             self._prepare(example)
@@ -188,7 +195,9 @@ class CompiledGraph:
         if plan.action == "exact":
             memory.install(None, plan, self.config, device)
         elif self.config.calibration is not None:
-            basis = self.config.calibration.basis(plan.site.name, self.config.basis, plan.rank)
+            projection = self._projection(plan, example)
+            weight = None if projection is None else projection[0]
+            basis = self.config.calibration.basis(plan.site.name, self.config.basis, plan.rank, weight=weight)
             memory.install(basis, plan, self.config, device)
         elif self.config.basis == "weights":
             projection = self._projection(plan, example)
@@ -217,7 +226,7 @@ class CompiledGraph:
                 return self._call_cached(args)
             if self.stateless:
                 return self._call_stateless(args)
-            return self._variant("dense", {}, args).call(args)
+            return self._run("dense", args, None)
 
     def _call_stateless(self, args: list[Any]) -> Any:
         ready = all(self.memories[i].tensors for i in self.stateless)
@@ -280,6 +289,35 @@ class CompiledGraph:
             buffers = [*keys, *values]
         self.pending = (cache, buffers)
         return outputs
+
+    def _releases(self, buffers: Sequence[Tensor]) -> bool:
+        """Whether this graph's buffers are freed while their cache is sparse."""
+        return self.config.release_dense and all(b.is_cuda for b in buffers)
+
+    def _restore(self, cache: AdoptedCache, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Back to dense: released buffers get their storage and the rebuilt tokens again."""
+        cache.phase = "dense"
+        for position, index in enumerate(self.cached):
+            key, value = keys[position], values[position]
+            if key.untyped_storage().nbytes():
+                continue
+            reclaim(key)
+            reclaim(value)
+            site, memory, rows = self.plans[index].site, self.memories[index], cache.rows_of[storage_key(key)]
+            latents = cache.latents[storage_key(key)]
+            assert site.key_cache is not None and site.value_cache is not None
+            rebuilt = ops.operator("materialize")(
+                *vars(latents).values(),
+                rows.ring_slots,
+                rows.cos,
+                rows.sin,
+                memory.tensors["decoder"],
+                memory.tensors["value_transform"],
+                site.key_cache.capacity,
+                site.rotary_form,
+            )
+            key.copy_(site.key_cache.layout.from_roles(rebuilt[0]))
+            value.copy_(site.value_cache.layout.from_roles(rebuilt[1]))
 
     def inspect(self, args: Sequence[Any]) -> None:
         """Before AOT's prologue, which counts our own writes: notice whether somebody else wrote to the buffers."""
@@ -453,6 +491,9 @@ class CompiledGraph:
                     latents = Latents.allocate(plan, key.shape[0], capacity, self.config, key.device)
                     cache.latents[at] = latents
                 import_dense(plan, key, value, rows, latents, memory, slots)
+                if self._releases([keys[position], values[position]]):
+                    release(keys[position])
+                    release(values[position])
             for rows in cache.rows:
                 window = rows.ring_slots.shape[1]
                 recent = torch.arange(max(0, count - window), count, device=rows.ring_slots.device)
@@ -502,9 +543,10 @@ class CompiledGraph:
         if any(not self._holds(g, args) for g in variant.guards):
             variant = self._variant("dense", {"cache": cache}, args)
             if cache is not None:
-                cache.phase = "dense"
+                keys, values, _ = self._buffers(args)
+                self._restore(cache, keys, values)
         extra = [self._state(e, cache, args) for e in variant.rewritten.inputs]
-        return variant.call([*args, *extra])
+        return variant.call([*(args[p] for p in variant.rewritten.kept), *extra])
 
     def _holds(self, guard: Any, args: Sequence[Any]) -> bool:
         value = self.sizes.substitute(guard, args)
@@ -550,7 +592,7 @@ class CompiledGraph:
         return variant
 
     def _lower(self, rewritten: Rewritten, extra: Sequence[Tensor]) -> Variant:
-        inputs: list[Any] = [n.meta["val"] for n in self.placeholders]
+        inputs: list[Any] = [self.placeholders[p].meta["val"] for p in rewritten.kept]
         environment = getattr(self.fake_mode, "shape_env", None)
         known = len(environment.guards) if environment is not None else 0
         with compile_context(self.fake_mode):
@@ -558,10 +600,16 @@ class CompiledGraph:
                 inputs += [self.fake_mode.from_tensor(t, static_shapes=True) for t in extra]
             else:
                 inputs += list(extra)
-            static = list(range(len(self.placeholders), len(inputs)))
+            moving = [p for p in rewritten.kept if p not in self.static]
+            static = [i for i, p in enumerate(rewritten.kept) if p not in moving] + list(range(len(rewritten.kept), len(inputs)))
             call = lower(rewritten.gm, inputs, self.config, self.mode, static)
         guards = [g.expr for g in environment.guards[known:]] if environment is not None else []
         return Variant(rewritten, call, guards)
+
+
+def _marked_static(value: Any) -> bool:
+    """Whether ``torch._dynamo.mark_static_address`` was called on the input."""
+    return getattr(value, "_dynamo_static_input_type", None) is not None
 
 
 class _Sized:

@@ -1,4 +1,4 @@
-"""Attention itself: an anchored ``scaled_dot_product_attention``, or a softmax between two matrix products.
+"""Attention itself: an anchored ``scaled_dot_product_attention`` or ``flex_attention``, or a softmax between two matrix products.
 
 A softmax is followed back through element-wise operators and views to the product ``q @ k^T`` (giving the logit's expression: scale,
 softcap, bias, mask) and forward to the product with ``v``. Axes are tracked from the products outwards, so that a softmax over another axis, a
@@ -8,6 +8,7 @@ permuted key or a reused score is seen, not assumed away. Each part of the site 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from ..graph import (
     trace_views,
 )
 from ..ir import AttentionSite, CacheWrite, Declined, MatchResult, Mismatch, Operand, module_path
+from .flex import FLEX, flex_arguments, flex_modifier, flex_output
 from .heads import fold_batch, group_heads, product, refine, split_batch, split_rows
 from .kv_cache import match_cache, tokens_written
 from .mask import _BINARY, _UNARY, IndexInterpreter, clamp, fold_scale, split_mask, spread
@@ -51,20 +53,47 @@ def match_graph(gm: GraphModule) -> MatchResult:
     result = MatchResult()
     names: dict[str, int] = {}
     for node in gm.graph.nodes:
-        if node.op != "call_function" or not (node.target is SDPA or node.target in SOFTMAX):
+        rule = RULES.get(node.target) if node.op == "call_function" else None
+        if rule is None:
             continue
         name = module_path(node)
         names[name] = names.get(name, 0) + 1
         if names[name] > 1:
             name = f"{name}#{names[name]}"
         try:
-            site = _from_sdpa(node) if node.target is SDPA else _from_softmax(node)
-            result.sites.append(replace(site, name=name))
+            result.sites.append(replace(rule(node), name=name))
         except Mismatch as miss:
+            if node.target in SOFTMAX and not _looks_like_attention(node):
+                continue
             where = miss.node or node
-            anchor = "scaled_dot_product_attention" if node.target is SDPA else "softmax"
+            anchor = "softmax" if node.target in SOFTMAX else str(node.target).split(".")[-2 if node.target is SDPA else -1]
             result.declined.append(Declined(name, anchor, miss.reason, node=where.name, depth=miss.depth))
     return result
+
+
+#: Where the search for the scores of a softmax ends: learned maps and what chooses or normalises.
+_BARRIERS = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.linear.default,
+    aten.convolution.default,
+    aten.embedding.default,
+    aten.native_layer_norm.default,
+    aten.topk.default,
+)
+
+
+def _looks_like_attention(softmax: Node) -> bool:
+    """Whether a softmax that did not match is worth reporting: a batched product is near its input (a router's or a classifier's is not)."""
+    stack, seen = [softmax], {softmax}
+    while stack and len(seen) < 64:
+        for source in stack.pop().all_input_nodes:
+            if source.target in PRODUCTS:
+                return True
+            if source not in seen and source.op == "call_function" and source.target not in _BARRIERS:
+                seen.add(source)
+                stack.append(source)
+    return False
 
 
 # ---- the anchored operator ----------------------------------------------------------------------------------------------
@@ -87,11 +116,51 @@ def _from_sdpa(node: Node) -> AttentionSite:
         scale = 1.0 / math.sqrt(width)
     if not isinstance(scale, (int, float)):
         raise Mismatch("scale is not a literal", node)
-    q, k, v = (trace_views(t, scales=True) for t in (query, key, value))
+    interpreter = IndexInterpreter()
+
+    def modifier(index: tuple[Expr, ...]) -> Modifier:
+        mask, score = TRUE, SCORE
+        attn_mask = arguments.get("attn_mask")
+        if arguments.get("is_causal"):
+            mask = make("le", KV, Q)  # upper-left aligned when L != S
+        if attn_mask is not None:
+            element = interpreter.operand(attn_mask, index)
+            if dtype_of(attn_mask) == torch.bool:
+                mask = make("and", mask, element)
+            else:
+                bias_mask, score = split_mask(make("add", SCORE, element))
+                mask = make("and", mask, bias_mask)
+        return Modifier(mask, score)
+
+    return _from_operator(node, node, (query, key, value), float(scale), modifier, interpreter)
+
+
+def _from_flex(node: Node) -> AttentionSite:
+    operands, scale = flex_arguments(node)
+    interpreter = IndexInterpreter()
+
+    def modifier(index: tuple[Expr, ...]) -> Modifier:
+        mask, changed = flex_modifier(node, interpreter)
+        filled, score = split_mask(spread(changed))
+        return Modifier(make("and", mask, filled), score)
+
+    return _from_operator(node, flex_output(node), operands, scale, modifier, interpreter)
+
+
+def _from_operator(
+    node: Node,
+    output: Node,
+    operands: Sequence[Node],
+    scale: float,
+    modifier: Callable[[tuple[Expr, ...]], Modifier],
+    interpreter: IndexInterpreter,
+) -> AttentionSite:
+    """A site from ``[B,H,L,D]`` (or ``[B,L,D]``) operands; ``modifier`` is given the indices of one element of the scores."""
+    q, k, v = (trace_views(t, scales=True) for t in operands)
     if not same(product(k.dims[-2]), product(v.dims[-2])):
         raise Mismatch("keys and values differ in length", node)
-    own = ViewTrace(node)
-    if rank == 4:
+    own = ViewTrace(output)
+    if len(q.dims) == 4:
         lead, heads = [q.dims[0], k.dims[0], v.dims[0]], [q.dims[1], group_heads(k.dims[1]), group_heads(v.dims[1])]
         out_roles = [own.base_dims[d] for d in (0, 2, 1, 3)]
         index: tuple[Expr, ...] = (B, H, Q, KV)
@@ -100,27 +169,15 @@ def _from_sdpa(node: Node) -> AttentionSite:
         split = _split_to(own, own.base_dims[0][0], [a.size for a in (*lead[0], *heads[0])])
         out_roles = [split[: len(lead[0])], own.base_dims[1], split[len(lead[0]) :], own.base_dims[2]]
         index = (_role_index([*lead[0], *heads[0]], [(B, lead[0]), (H, heads[0])]), Q, KV)
-    interpreter = IndexInterpreter()
-    mask, score = TRUE, SCORE
-    attn_mask = arguments.get("attn_mask")
-    if arguments.get("is_causal"):
-        mask = make("le", KV, Q)  # upper-left aligned when L != S
-    if attn_mask is not None:
-        element = interpreter.operand(attn_mask, index)
-        if dtype_of(attn_mask) == torch.bool:
-            mask = make("and", mask, element)
-        else:
-            bias_mask, score = split_mask(make("add", SCORE, element))
-            mask = make("and", mask, bias_mask)
     return _site(
         node,
-        node,
+        output,
         traces=(q, k, v),
         roles=tuple([lead[i], t.dims[-2], heads[i], t.dims[-1]] for i, t in enumerate((q, k, v))),  # type: ignore[arg-type]
         own=own,
         out_roles=out_roles,
-        scale=float(scale),
-        modifier=Modifier(mask, score),
+        scale=scale,
+        modifier=modifier(index),
         interpreter=interpreter,
         interior=(node,),
     )
@@ -490,7 +547,15 @@ def _whole_rows(condition: Node, zeroed: bool, mask: Expr, index: list[Expr], re
     return index[axis] == KV and _conjuncts(attended) <= _conjuncts(mask)
 
 
-# ---- what both forms share ----------------------------------------------------------------------------------------------
+#: Where a site is anchored, and how it is read from there.
+RULES: dict[Any, Callable[[Node], AttentionSite]] = {
+    SDPA: _from_sdpa,
+    FLEX: _from_flex,
+    **dict.fromkeys(SOFTMAX, _from_softmax),
+}
+
+
+# ---- what all forms share ----------------------------------------------------------------------------------------------
 
 
 def _operand(trace: ViewTrace, roles: Dims, what: str) -> Operand:

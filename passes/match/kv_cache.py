@@ -133,14 +133,22 @@ WRITES: dict[Any, Callable[[Node], _Write | None]] = {
 }
 
 
+#: Which argument of each holds the new tokens.
+_NEW = {
+    aten.index_copy.default: 3,
+    aten.index_put.default: 2,
+    aten.slice_scatter.default: 1,
+    aten.scatter.src: 3,
+}
+
+
 def tokens_written(update: Node) -> Size | None:
     """How many tokens the call writes, when the node is the update of a cache along one axis."""
     if calls(update, aten.slice.Tensor):
         update = update.args[0]  # type: ignore[assignment]
     if update.op != "call_function" or update.target not in WRITES:
         return None
-    new = [a for a in update.args if isinstance(a, Node)][-1]
-    old = update.args[0]
+    old, new = update.args[0], update.args[_NEW[update.target]]
     changed = [n for o, n in zip(reversed(shape_of(old)), reversed(shape_of(new)), strict=False) if not same(o, n)]  # type: ignore[arg-type]
     return changed[0] if len(changed) == 1 else None
 
@@ -164,6 +172,8 @@ def match_cache(trace: ViewTrace, roles: Dims) -> CacheWrite | None:
     dim = write.dim % len(shape_of(buffer))
     stores = tuple(u for u in update.users if calls(u, aten.copy_.default) and u.args[0] is buffer and u.args[1] is update)
     if buffer.op != "placeholder":
+        if [a.dim for a in roles[1] if a.dim is not None] != [dim]:
+            return None  # put together from parts of each token (MLA), not written token by token
         if not _born_here(buffer, update):
             raise Mismatch(ROLLING, update)
     elif not stores:

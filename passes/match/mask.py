@@ -175,9 +175,9 @@ class IndexInterpreter:
             diagonal = self.scalar(args[1] if len(args) > 1 else 0)
             if diagonal is not None:
                 kept = make("le" if target is aten.tril.default else "ge", make("sub", index[-1], index[-2]), diagonal)
-                zero = const(False) if dtype_of(node) == torch.bool else const(0)
                 value = self._operand(args[0], index)
-                found = make("and", kept, value) if zero == FALSE else make("where", kept, value, zero)
+                # By dtype: const(0) equals const(False).
+                found = make("and", kept, value) if dtype_of(node) == torch.bool else make("where", kept, value, const(0))
         return self._load(node, index) if found is None else found
 
     def _binary(self, node: Node, index: tuple[Expr, ...]) -> Expr | None:

@@ -1,0 +1,262 @@
+"""``sals bench decode``: end-to-end decode speed and memory, dense beside SALS, in one run.
+
+The model is a Llama of the named shape with random weights (speed does not depend on their values) and a static cache that is filled with random
+state to ``--context`` tokens; both systems decode greedily through ``model.forward`` with the same harness. *Dense* is
+``torch.compile`` (Inductor) with CUDA graphs; *ideal dense* is all weight and KV bytes at the copy bandwidth measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: hidden, intermediate, layers, heads, KV heads, vocabulary
+SHAPES = {
+    "llama-2-7b": (4096, 11008, 32, 32, 32, 32000),
+    "llama-3-8b": (4096, 14336, 32, 32, 8, 128256),
+    "smollm2-135m": (576, 1536, 30, 9, 3, 49152),
+    "tiny": (256, 512, 2, 4, 2, 1000),
+}
+
+
+def build(shape: str, layers: int | None, context: int, device: str, dtype: torch.dtype) -> Any:
+    """A Llama of the named shape with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, intermediate, depth, heads, kv_heads, vocabulary = SHAPES[shape]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers or depth,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=context + 1024,
+        attn_implementation="sdpa",
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval().requires_grad_(False)
+
+
+def new_cache(model: Any, batch: int, capacity: int) -> Any:
+    """An allocated static cache."""
+    from transformers import StaticCache
+
+    c = model.config
+    cache = StaticCache(config=c, max_cache_len=capacity)
+    dim = c.hidden_size // c.num_attention_heads
+    cache.early_initialization(batch, c.num_key_value_heads, dim, model.dtype, model.device)
+    return cache
+
+
+def set_length(cache: Any, tokens: int) -> None:
+    """Let the cache count ``tokens`` tokens."""
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(tokens)
+
+
+def fill_latents(forward: Any, model: Any, cache: Any, context: int, options: dict[str, Any]) -> Any:
+    """Go sparse on a short prompt, then fill the state with random tokens up to ``context``. Returns the adopted cache."""
+    from ..backend import registry_for
+    from ..config import SalsConfig
+
+    config = SalsConfig.from_options(options)
+    batch = cache.layers[0].keys.shape[0]
+    prompt = torch.randint(0, model.config.vocab_size, (batch, config.budget + 8), device=model.device)
+    forward(prompt, past_key_values=cache, logits_to_keep=1)
+    forward(prompt[:, :1], past_key_values=cache)
+    adopted = registry_for(config).caches.get(cache.layers[0].keys)
+    if adopted is None or adopted.phase != "sparse":
+        raise RuntimeError("the model did not go sparse: " + (adopted.refused if adopted else "no cache was adopted"))
+    positions = torch.arange(context, device=model.device)[None]
+    cos, sin = model.model.rotary_emb(torch.empty(1, dtype=model.dtype, device=model.device), positions)
+    for rows in adopted.rows:
+        window = rows.ring_slots.shape[1]
+        torch.ops.sals.record_rows(
+            rows.cos, rows.sin, rows.block_cos, rows.block_sin, rows.ring_slots, cos, sin, positions
+        )
+        recent = torch.arange(context - window, context, device=model.device)
+        rows.ring_slots[:, recent % window] = recent.to(torch.int32)
+    for latents in adopted.latents.values():
+        if latents.codes.dtype == torch.int8:
+            latents.codes.random_(-127, 128)
+            latents.scales.fill_(0.02)
+        if latents.value_codes.dtype == torch.uint8:
+            latents.value_codes.random_(0, 256)
+            latents.value_scales.uniform_(-0.1, 0.1)
+        latents.ring_key.normal_()
+        latents.ring_value.normal_()
+    set_length(cache, context)
+    adopted.tokens = context
+    return adopted
+
+
+def time_steps(forward: Any, model: Any, cache: Any, steps: int) -> list[float]:
+    """Seconds of each greedy decode step after warm-up."""
+    batch = cache.layers[0].keys.shape[0]
+    token = torch.randint(0, model.config.vocab_size, (batch, 1), device=model.device)
+    gpu = model.device.type == "cuda"
+    seconds = []
+    for step in range(steps + 6):
+        if gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        token = forward(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+        if gpu:
+            torch.cuda.synchronize()
+        if step >= 6:  # compilation, warm-up, CUDA graph recording
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes per second of a large copy, read and written both counted (a GPU only; 0 elsewhere)."""
+    if not device.startswith("cuda"):
+        return 0.0
+    source = torch.empty(1 << 30, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(6):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return 2 * source.nbytes / statistics.median(times)
+
+
+@torch.no_grad()
+def run(
+    shape: str,
+    batch: int,
+    context: int,
+    *,
+    layers: int | None = None,
+    steps: int = 32,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    systems: Sequence[str] = ("dense", "sals"),
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One shape at one batch and context: tokens/s, peak memory and KV bytes of each system.
+
+    Returns a dictionary ready for JSON. A system that runs out of memory has ``error`` instead of figures.
+    """
+    gpu = device.startswith("cuda")
+    model = build(shape, layers, context, device, dtype)
+    weights = sum(p.nbytes for p in model.parameters())
+    c = model.config
+    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * (c.hidden_size // c.num_attention_heads) * dtype.itemsize
+    result: dict[str, Any] = {
+        "shape": shape,
+        "layers": c.num_hidden_layers,
+        "batch": batch,
+        "context": context,
+        "weight_bytes": weights,
+        "dense_kv_bytes": per_token * batch * context,
+        "systems": {},
+    }
+    bandwidth = copy_bandwidth(device)
+    if bandwidth:
+        ideal = (weights + per_token * batch * context) / bandwidth
+        result |= {"copy_bandwidth": bandwidth, "ideal_dense_tokens_per_s": batch / ideal}
+    capacity = -(-(context + steps + 16) // 128) * 128
+    for name in systems:
+        torch._dynamo.reset()
+        gc.collect()
+        if gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        chosen = dict(options or {}) | ({"cudagraphs": True} if gpu else {})
+        try:
+            cache = new_cache(model, batch, capacity)
+            if name == "dense":
+                forward = torch.compile(model.forward, mode="reduce-overhead" if gpu else None)
+                for layer in cache.layers:
+                    layer.keys.normal_()
+                    layer.values.normal_()
+                set_length(cache, context)
+                state_bytes = per_token * batch * capacity
+            else:
+                forward = torch.compile(model.forward, backend="sals", options=chosen)
+                adopted = fill_latents(forward, model, cache, context, chosen)
+                state_bytes = adopted.nbytes()
+            seconds = time_steps(forward, model, cache, steps)
+            entry = {
+                "tokens_per_s": batch / statistics.median(seconds),
+                "ms_per_step": 1e3 * statistics.median(seconds),
+                "kv_bytes": state_bytes,
+                "peak_bytes": torch.cuda.max_memory_allocated() if gpu else None,
+            }
+        except torch.OutOfMemoryError as failure:
+            entry = {"error": f"out of memory: {str(failure).splitlines()[0]}"}
+        result["systems"][name] = entry
+        cache = forward = adopted = None
+    return result
+
+
+def describe_machine(device: str) -> dict[str, str]:
+    """Hardware, versions and date, for the record."""
+    import transformers
+
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line of ``sals bench decode``."""
+    parser = argparse.ArgumentParser(prog="sals bench decode", description=__doc__)
+    parser.add_argument("--shape", default="llama-3-8b", choices=SHAPES)
+    parser.add_argument("--at", default="8x4096,8x32768", help="comma-separated BATCHxCONTEXT")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="an option of SalsConfig")
+    parser.add_argument("--systems", default="dense,sals")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    options = {k: json.loads(v) for k, v in (o.split("=", 1) for o in args.option)}
+    rows = []
+    for point in args.at.split(","):
+        batch, context = map(int, point.split("x"))
+        row = run(
+            args.shape,
+            batch,
+            context,
+            layers=args.layers,
+            steps=args.steps,
+            device=args.device,
+            options=options,
+            systems=args.systems.split(","),
+        )
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    report = {"machine": describe_machine(args.device), "options": options, "rows": rows}
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2))
+    for row in rows:
+        for name, entry in row["systems"].items():
+            figures = entry.get("error") or f"{entry['tokens_per_s']:9.1f} tok/s  {entry['ms_per_step']:8.2f} ms/step"
+            print(f"{row['shape']} x{row['layers']} layers  {row['batch']}x{row['context']}  {name:6} {figures}")
+    return 0

@@ -1,0 +1,301 @@
+"""Models that people run, tiny and with random weights: what the compiler finds in each (``sals doctor --models``, and the README's table).
+
+An :class:`Entry` builds a model and drives it: a prefill and cached decode where the model has a cache, one forward where it has none. ``sites``
+is what each graph must hold rewritten; ``declined`` a part of the reason that each declined site must give.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sals_compile
+
+VOCABULARY = 96
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """``build()`` gives the module; ``drive(module, call)`` calls ``call`` (the compiled module, or itself) and returns what to compare."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    drive: Callable[[nn.Module, Call], list[Tensor]]
+    #: rewritten sites per forward
+    sites: int
+    #: a part of each declined site's reason; empty: none may be declined
+    declined: str = ""
+    #: attention implementations of transformers to try; None where the model has one of its own
+    implementations: tuple[str | None, ...] = (None,)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    model: str
+    implementation: str
+    found: int
+    rewritten: int
+    declined: int
+    reason: str
+    error: float
+    problem: str = ""
+
+
+def _config(**more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | more
+
+
+_GROUPED = {"num_key_value_heads": 2}
+
+
+def _transformers(kind: str, **more: Any) -> Callable[[], nn.Module]:
+    """Builder of ``transformers.<kind>`` from its configuration class."""
+
+    def build() -> nn.Module:
+        import transformers
+
+        model_class = getattr(transformers, kind)
+        return model_class(model_class.config_class(**more))
+
+    return build
+
+
+def _ids(batch: int, length: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def decode(module: nn.Module, call: Call) -> list[Tensor]:
+    """Prefill 8 tokens into a ``StaticCache`` and decode 3."""
+    import transformers
+
+    cache = transformers.StaticCache(config=module.config, max_cache_len=32)
+    ids = _ids(2, 11)
+    outputs = [call(ids[:, :8], past_key_values=cache).logits]
+    outputs += [call(ids[:, t : t + 1], past_key_values=cache).logits for t in range(8, 11)]
+    return outputs
+
+
+def forward_ids(module: nn.Module, call: Call) -> list[Tensor]:
+    """One forward over padded token ids."""
+    ids = _ids(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    return [call(ids, attention_mask=mask)[0][mask.bool()]]
+
+
+def forward_whole(module: nn.Module, call: Call) -> list[Tensor]:
+    """One causal forward without a cache."""
+    return [call(_ids(2, 12), use_cache=False)[0]]
+
+
+def forward_pixels(module: nn.Module, call: Call) -> list[Tensor]:
+    return [call(torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)))[0]]
+
+
+def forward_pair(module: nn.Module, call: Call) -> list[Tensor]:
+    """Encoder and decoder over token ids."""
+    return [call(input_ids=_ids(2, 12), decoder_input_ids=_ids(2, 7), use_cache=False)[0]]
+
+
+def forward_audio(module: nn.Module, call: Call) -> list[Tensor]:
+    features = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1))
+    return [call(input_features=features, decoder_input_ids=_ids(2, 7), use_cache=False)[0]]
+
+
+def forward_hidden(module: nn.Module, call: Call) -> list[Tensor]:
+    return [call(torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1)))]
+
+
+class ComplexLlamaAttention(nn.Module):
+    """After Llama's original code: rotary in complex numbers, a cache written by slices, heads by ``expand``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wo = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.wk, self.wv = nn.Linear(32, 16, bias=False), nn.Linear(32, 16, bias=False)
+        self.register_buffer("cache_k", torch.zeros(2, 32, 2, 8))
+        self.register_buffer("cache_v", torch.zeros(2, 32, 2, 8))
+        angles = torch.outer(torch.arange(64).float(), 1.0 / 100.0 ** (torch.arange(0, 8, 2) / 8))
+        self.register_buffer("freqs_cis", torch.polar(torch.ones_like(angles), angles))
+
+    @staticmethod
+    def turn(x: Tensor, freqs: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * freqs.view(1, x.shape[1], 1, -1)).flatten(3).type_as(x)
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        q, k, v = q.view(batch, length, 4, 8), k.view(batch, length, 2, 8), v.view(batch, length, 2, 8)
+        freqs = self.freqs_cis[start : start + length]
+        q, k = self.turn(q, freqs), self.turn(k, freqs)
+        self.cache_k[:batch, start : start + length] = k
+        self.cache_v[:batch, start : start + length] = v
+        keys, values = self.cache_k[:batch, : start + length], self.cache_v[:batch, : start + length]
+        keys, values = (
+            t[:, :, :, None, :].expand(batch, t.shape[1], 2, 2, 8).reshape(batch, -1, 4, 8) for t in (keys, values)
+        )
+        q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+        scores = torch.matmul(q, keys.transpose(2, 3)) / 8**0.5
+        if length > 1:
+            mask = torch.full((length, length), float("-inf"))
+            scores = scores + torch.hstack([torch.zeros(length, start), torch.triu(mask, diagonal=1)]).type_as(q)
+        scores = torch.softmax(scores.float(), dim=-1).type_as(q)
+        return self.wo(torch.matmul(scores, values).transpose(1, 2).reshape(batch, length, -1))
+
+
+def decode_hidden(module: nn.Module, call: Call) -> list[Tensor]:
+    x = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(1))
+    return [call(x[:, :8], 0)] + [call(x[:, t : t + 1], t) for t in range(8, 11)]
+
+
+class SelfAttention(nn.Module):
+    """``nn.MultiheadAttention`` over itself, with a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool), 1)
+        return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+class FlexAttention(nn.Module):
+    """``flex_attention`` with a ``score_mod`` and a ``block_mask``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.slopes = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        batch, length, _ = x.shape
+        q, k, v = (t.view(batch, length, 4, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        slopes = self.slopes
+
+        def bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + slopes[h] * (kv_idx - q_idx)
+
+        def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return kv_idx <= q_idx
+
+        mask = create_block_mask(causal, None, None, length, length, device="cpu")
+        return flex_attention(q, k, v, score_mod=bias, block_mask=mask).transpose(1, 2).flatten(2)
+
+
+_BOTH = ("sdpa", "eager")
+_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2}
+
+ENTRIES: tuple[Entry, ...] = (
+    Entry("Llama", _transformers("LlamaForCausalLM", **_config(**_GROUPED)), decode, 2, implementations=_BOTH),
+    Entry("Mistral", _transformers("MistralForCausalLM", **_config(sliding_window=16, **_GROUPED)), decode, 2, implementations=_BOTH),
+    Entry("Qwen2", _transformers("Qwen2ForCausalLM", **_config(**_GROUPED)), decode, 2, implementations=_BOTH),
+    Entry("Qwen3", _transformers("Qwen3ForCausalLM", **_config(head_dim=8, **_GROUPED)), decode, 2, implementations=_BOTH),
+    Entry("Gemma2", _transformers("Gemma2ForCausalLM", **_config(head_dim=8, sliding_window=16, **_GROUPED)), decode, 2, implementations=("eager",)),
+    Entry("GPT-NeoX", _transformers("GPTNeoXForCausalLM", **_config()), decode, 2, implementations=_BOTH),
+    Entry("GPT-J", _transformers("GPTJForCausalLM", rotary_dim=4, **_GPT), decode, 2, implementations=("eager",)),
+    Entry("Phi-3", _transformers("Phi3ForCausalLM", **_config(original_max_position_embeddings=128, **_GROUPED)), decode, 2, implementations=_BOTH),
+    Entry("Falcon", _transformers("FalconForCausalLM", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4), decode, 2, implementations=_BOTH),
+    Entry("BLOOM", _transformers("BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4), decode, 2),
+    Entry("GPT-2", _transformers("GPT2LMHeadModel", **_GPT), decode, 2, implementations=_BOTH),
+    Entry("gpt-oss", _transformers("GptOssForCausalLM", **_config(head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=16, **_GROUPED)), decode, 2, implementations=("eager",)),
+    Entry("Llama, whole sequence", _transformers("LlamaForCausalLM", **_config(**_GROUPED)), forward_whole, 2, implementations=_BOTH),
+    Entry("BERT", _transformers("BertModel", vocab_size=VOCABULARY, **_ENCODER), forward_ids, 2, implementations=_BOTH),
+    Entry("T5", _transformers("T5Model", vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4), forward_pair, 6),
+    Entry("ViT", _transformers("ViTModel", image_size=16, patch_size=4, **_ENCODER), forward_pixels, 2, implementations=_BOTH),
+    Entry(
+        "Whisper",
+        _transformers("WhisperModel", vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=16, max_source_positions=32, max_target_positions=32, pad_token_id=0, decoder_start_token_id=1),
+        forward_audio,
+        3,
+        implementations=_BOTH,
+    ),
+    Entry("Llama, original complex form", ComplexLlamaAttention, decode_hidden, 1),
+    Entry("nn.MultiheadAttention", SelfAttention, forward_hidden, 1),
+    Entry("nn.TransformerEncoderLayer", lambda: nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), forward_hidden, 1),
+    Entry("FlexAttention", FlexAttention, forward_hidden, 1),
+    Entry(
+        "DeBERTa-v2",
+        _transformers("DebertaV2Model", vocab_size=VOCABULARY, relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=16, position_biased_input=False, **_ENCODER),
+        forward_ids,
+        2,
+    ),
+    Entry("Longformer", _transformers("LongformerModel", vocab_size=VOCABULARY, attention_window=4, max_position_embeddings=64, **_ENCODER), forward_ids, 0, declined=""),
+    Entry(
+        "DeepSeek-V3",
+        _transformers("DeepseekV3ForCausalLM", **_config(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4)),
+        decode,
+        2,
+        implementations=("eager",),
+    ),
+)
+
+
+def examine(entry: Entry, implementation: str | None, dtype: torch.dtype = torch.float32, **options: Any) -> Row:
+    """Compile the entry in exact mode, run it beside its eager self and count its sites."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module = entry.build().eval().to(dtype)
+    if implementation is not None:
+        module.set_attn_implementation(implementation)  # type: ignore[operator]
+    reports = sals_compile.report._reports
+    reports.clear()
+    chosen = {"attention": "exact", "lowering": "eager"} | options
+    state = {k: v.clone() for k, v in module.state_dict().items()} | {k: v.clone() for k, v in module.named_buffers()}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = entry.drive(module, module.forward)
+        module.load_state_dict(state, strict=False)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(state[name])
+        actual = entry.drive(module, torch.compile(module.forward, backend="sals", options=chosen))
+    error = max(float((a - e).norm() / e.norm().clamp_min(1e-12)) for a, e in zip(actual, expected, strict=True))
+    found = [r for r in sals_compile.compiled_reports() if r.sites]
+    reasons = [s.reason for r in found for s in r.sites if s.status == "declined"]
+    rewritten = [r.rewritten for r in found]
+    reports.clear()
+    problem = ""
+    if any(n != entry.sites for n in rewritten) or (entry.sites and not found):
+        problem = f"rewritten per graph {rewritten}, expected {entry.sites}"
+    elif any(not entry.declined or entry.declined not in reason for reason in reasons):
+        problem = f"declined: {reasons[0]}"
+    elif entry.declined and not reasons:
+        problem = "nothing was declined"
+    first = found[0] if found else None
+    return Row(
+        entry.name,
+        implementation or "own",
+        len(first.sites) if first else 0,
+        first.rewritten if first else 0,
+        sum(s.status == "declined" for s in first.sites) if first else 0,
+        reasons[0] if reasons else "",
+        error,
+        problem,
+    )
+
+
+def table(entries: Sequence[Entry] = ENTRIES) -> list[Row]:
+    """Every entry in every implementation, for ``sals doctor --models`` and the README."""
+    return [examine(entry, implementation) for entry in entries for implementation in entry.implementations]
