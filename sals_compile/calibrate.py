@@ -451,7 +451,7 @@ class _Observer:
         """Anchor, trace, canonicalize, match and verify as ``backend.py`` does; then run the graph as it was."""
         from torch._functorch.aot_autograd import aot_module_simplified
 
-        from .passes.anchor import anchor, pin_capacities
+        from .passes.anchor import anchor, anchoring, pin_capacities
 
         anchor(gm)
         pin_capacities(gm)
@@ -459,13 +459,14 @@ class _Observer:
         def compiler(traced: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             return self._watched(traced, example_inputs)
 
-        return aot_module_simplified(
-            gm,
-            list(example_inputs),
-            fw_compiler=compiler,
-            inference_compiler=compiler,
-            keep_inference_input_mutations=True,
-        )
+        with anchoring():
+            return aot_module_simplified(
+                gm,
+                list(example_inputs),
+                fw_compiler=compiler,
+                inference_compiler=compiler,
+                keep_inference_input_mutations=True,
+            )
 
     def _watched(self, traced: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         from .passes.canonicalize import canonicalize

@@ -15,6 +15,23 @@ BASIS = ("query_weighted", "pca", "weights")
 SCORING = ("block_rotary", "rope_free")
 HEAD_SCORE = ("sum", "max", "mass")
 
+#: Named sets of options. The paper's (arXiv 2510.24273): PCA latents in the key's own type, scored without rotation by half of the
+#: latent, no value transform, first two and last layer dense. Its 12.5 % setting has 2-bit values; here the fewest are 4.
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper-25": {
+        "rank": 0.25,
+        "score_rank": 0.125,
+        "latent_bits": 16,
+        "value_bits": 4,
+        "value_transform": "none",
+        "basis": "pca",
+        "scoring": "rope_free",
+        "head_score": "sum",
+        "skip_layers": (0, 1, -1),
+    },
+}
+PRESETS["paper-12.5"] = PRESETS["paper-25"] | {"rank": 0.125, "score_rank": 0.0625}
+
 
 class OptionError(ValueError):
     """A bad option: the message names the option, its value, what is allowed and, for a typing slip, the nearest name."""
@@ -28,6 +45,7 @@ class SalsConfig:
     Defaults are those measured in the README's quality table.
 
     Attributes:
+        preset: a named set of options, ``"paper-25"`` or ``"paper-12.5"``; options given beside it override it.
         attention: what becomes of a matched site. ``"sals"``: low-rank latents and top-k selection. ``"reconstruct"``: the same latents,
             every key rebuilt, no selection. ``"exact"``: full rank, not quantised, all tokens (equals dense; for tests).
             ``"dense"``: matched and verified, left dense.
@@ -53,6 +71,7 @@ class SalsConfig:
         inductor: options passed through to Inductor (``torch._inductor.config`` patches).
     """
 
+    preset: str | None = None
     attention: str = "sals"
     rank: int | float = 0.5
     score_rank: int | float = 0.125
@@ -76,6 +95,8 @@ class SalsConfig:
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.preset is not None:
+            _one_of("preset", self.preset, tuple(PRESETS))
         _one_of("attention", self.attention, ATTENTION)
         _one_of("lowering", self.lowering, LOWERING)
         _one_of("basis", self.basis, BASIS)
@@ -119,7 +140,7 @@ class SalsConfig:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise OptionError(f"unknown option {name!r} (value {value!r}){hint} Known options: {', '.join(fields)}")
             options[name] = _typed(name, value)
-        return SalsConfig(**options)
+        return SalsConfig(**PRESETS.get(options.get("preset"), {}) | options)
 
     def resolve_rank(self, joint_width: int) -> tuple[int, int]:
         """``(R, Rs)`` for ``E = joint_width``. Raises :class:`OptionError` for a rank over ``E`` or ``Rs > R``."""
@@ -145,6 +166,7 @@ class SalsConfig:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
+    "preset": (str, type(None)),
     "rank": (int, float),
     "score_rank": (int, float),
     "release_dense": (bool,),
