@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -168,6 +169,8 @@ def _tidy(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
+        elif node.target in (aten.__lshift__.Scalar, aten.__rshift__.Scalar):
+            _shift(node)
         elif isinstance(node.target, torch._ops.OpOverload):
             node.target = _SCALAR.get(node.target, node.target)
             for index, (argument, value) in enumerate(zip(node.target._schema.arguments, node.args, strict=False)):
@@ -184,9 +187,29 @@ def _tidy(graph: torch.fx.Graph) -> None:
 _SCALAR = {
     aten.bitwise_xor.Scalar: aten.bitwise_xor.Tensor,
     aten.bitwise_or.Scalar: aten.bitwise_or.Tensor,
-    aten.__lshift__.Scalar: aten.__lshift__.Tensor,
-    aten.__rshift__.Scalar: aten.__rshift__.Tensor,
 }
+
+
+def _shift(node: Node) -> None:
+    """A shift by a literal as int64 arithmetic: a product, or a division rounded down."""
+    value = node.meta["val"]
+    left = node.target is aten.__lshift__.Scalar
+
+    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
+        made = node.graph.call_function(target, args, kwargs)
+        values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        made.meta = {"val": target(*values[0], **values[1]), "origin": node.meta.get("origin")}
+        return made
+
+    with node.graph.inserting_before(node), detect_fake_mode([value]) or contextlib.nullcontext():
+        wide = emit(torch.ops.prims.convert_element_type.default, node.args[0], torch.int64)
+        factor = emit(aten.full.default, [], 1 << node.args[1], dtype=torch.int64)  # type: ignore[operator]
+        moved = emit(aten.mul.Tensor, wide, factor) if left else emit(
+            aten.div.Tensor_mode, wide, factor, rounding_mode="floor"
+        )
+        narrow = emit(torch.ops.prims.convert_element_type.default, moved, value.dtype)
+    node.replace_all_uses_with(narrow)
+    node.graph.erase_node(node)
 
 
 # ---- MLIR and IREE ------------------------------------------------------------------------------------------------------
@@ -230,7 +253,7 @@ def _explained(gm: GraphModule, text: str, tool: str) -> MlirError:
         name = str(node.target)
         if any(name == n or name.removesuffix(".default") == n or name.startswith(n + ".") for n in names):
             found.setdefault(name.removesuffix(".default"), set()).add(str(node.meta.get("origin", "the graph")))
-    first = next((line for line in text.splitlines() if "error" in line.lower()), text[:200])
+    first = next((line for line in text.splitlines() if "error:" in line), text[:200])
     where = "; ".join(f"{op} (from {', '.join(sorted(sites)[:4])})" for op, sites in sorted(found.items()))
     return MlirError(f"{tool} does not lower {where or 'this graph'}: {first.strip()[:400]}")
 

@@ -225,6 +225,8 @@ class AdoptedCache:
         self.keys = {storage_key(b) for b in buffers}
         self.versions: list[int] | None = None
         self.refused = ""
+        #: state tensors in the order each variant takes them, remembered between calls
+        self.inputs: dict[Any, list[Tensor]] = {}
 
     def touched(self, buffers: Sequence[Tensor]) -> bool:
         """Whether somebody else wrote to the buffers since our last call."""

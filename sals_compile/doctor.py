@@ -135,16 +135,17 @@ def _roll(forward: Callable[..., Tensor], x: Tensor, prompt: int) -> Tensor:
     return torch.cat(pieces[1:], 2)
 
 
-_SMALL = {"budget": 96, "sinks": 4, "recents": 16}
+#: Random weights have no low-rank structure to find, so the self-test keeps the full rank and looks at selection and storage alone.
+_SMALL = {"budget": 112, "sinks": 4, "recents": 16, "rank": 1.0, "score_rank": 1.0, "value_bits": 8}
 
 
-def _decode(options: Mapping[str, Any], device: str, limit: float) -> str:
+def _decode(options: Mapping[str, Any], device: str, limit: float, prompt: int = 128) -> str:
     torch.manual_seed(0)
     layer = _Layer().eval().to(device)
-    x = torch.randn(1, 136, 64, device=device)
+    x = torch.randn(1, prompt + 6, 64, device=device)
     torch._dynamo.reset()
-    actual = _roll(torch.compile(layer, backend="sals", options=dict(options)), x, 128)
-    expected = _roll(layer, x, 128)
+    actual = _roll(torch.compile(layer, backend="sals", options=dict(options)), x, prompt)
+    expected = _roll(layer, x, prompt)
     error = float((actual - expected).norm() / expected.norm())
     if not error <= limit:
         raise AssertionError(f"relative difference to dense {error:.1e}, more than {limit:.0e}")
@@ -176,7 +177,7 @@ def _writable() -> str:
 
 
 def _mlir() -> str:
-    return _decode({"lowering": "mlir", "attention": "exact"}, "cpu", 1e-4)
+    return _decode({"lowering": "mlir", "attention": "exact"}, "cpu", 1e-4, 1)
 
 
 def self_test(report: Callable[[Check], None] = lambda check: None) -> list[Check]:
@@ -189,10 +190,10 @@ def self_test(report: Callable[[Check], None] = lambda check: None) -> list[Chec
         ("attention is found and verified", "", _matches),
         ("generated kernels can be written", "", _writable),
         ("exact decode, eager", "", lambda: _decode(eager | exact, "cpu", 1e-4)),
-        ("sparse decode, eager", "", lambda: _decode(eager | _SMALL, "cpu", 0.9)),
-        ("exact decode, Inductor", absent["inductor", "cpu"], lambda: _decode(exact, "cpu", 1e-4)),
+        ("sparse decode, eager", "", lambda: _decode(eager | _SMALL, "cpu", 0.3)),
+        ("exact decode, Inductor", absent["inductor", "cpu"], lambda: _decode(exact, "cpu", 1e-4, 1)),
         ("exact decode, GPU", absent["inductor", "gpu"], lambda: _decode(exact, "cuda", 1e-3)),
-        ("sparse decode, GPU", absent["inductor", "gpu"], lambda: _decode(_SMALL, "cuda", 0.9)),
+        ("sparse decode, GPU", absent["inductor", "gpu"], lambda: _decode(_SMALL, "cuda", 0.3)),
         ("exact decode, MLIR", absent["mlir", "cpu"], _mlir),
     ]
     results = []

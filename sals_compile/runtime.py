@@ -385,6 +385,7 @@ class CompiledGraph:
     def _rekey(self, cache: AdoptedCache, keys: Sequence[Tensor]) -> None:
         """A cache created by this call: known from now on by the buffers that the graph returned."""
 
+        cache.inputs.clear()
         cache.rows_of = {storage_key(k): cache.rows_of[i] for i, k in zip(self.cached, keys, strict=True)}
         cache.keys = {storage_key(k) for k in keys}
         for key in keys:
@@ -500,6 +501,7 @@ class CompiledGraph:
                 rows.ring_slots.fill_(-1)
                 rows.ring_slots[:, recent % window] = recent.to(torch.int32)
         cache.phase = "sparse"
+        cache.inputs.clear()
         log.info("imported %d cached tokens of %d sites into latents", count, len(self.cached))
 
     # ---- variants ---------------------------------------------------------------------------------------------------
@@ -545,8 +547,14 @@ class CompiledGraph:
             if cache is not None:
                 keys, values, _ = self._buffers(args)
                 self._restore(cache, keys, values)
-        extra = [self._state(e, cache, args) for e in variant.rewritten.inputs]
-        return variant.call([*(args[p] for p in variant.rewritten.kept), *extra])
+        if cache is None:
+            extra = [self._state(e, None, args) for e in variant.rewritten.inputs]
+        else:  # hundreds of tensors that stay the same from token to token
+            extra = cache.inputs.get(variant)
+            if extra is None:
+                extra = cache.inputs[variant] = [self._state(e, cache, args) for e in variant.rewritten.inputs]
+        kept = variant.rewritten.kept
+        return variant.call([*(args if len(kept) == len(args) else (args[p] for p in kept)), *extra])
 
     def _holds(self, guard: Any, args: Sequence[Any]) -> bool:
         value = self.sizes.substitute(guard, args)

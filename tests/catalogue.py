@@ -242,7 +242,7 @@ ENTRIES: tuple[Entry, ...] = (
         forward_ids,
         2,
     ),
-    Entry("Longformer", _transformers("LongformerModel", vocab_size=VOCABULARY, attention_window=4, max_position_embeddings=64, **_ENCODER), forward_ids, 0, declined=""),
+    Entry("Longformer", _transformers("LongformerModel", vocab_size=VOCABULARY, attention_window=4, max_position_embeddings=64, **_ENCODER), forward_ids, 0, declined="no matrix product leads here"),
     Entry(
         "DeepSeek-V3",
         _transformers("DeepseekV3ForCausalLM", **_config(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4)),

@@ -86,7 +86,7 @@ _BARRIERS = (
 def _looks_like_attention(softmax: Node) -> bool:
     """Whether a softmax that did not match is worth reporting: a batched product is near its input (a router's or a classifier's is not)."""
     stack, seen = [softmax], {softmax}
-    while stack and len(seen) < 64:
+    while stack and len(seen) < 256:
         for source in stack.pop().all_input_nodes:
             if source.target in PRODUCTS:
                 return True
