@@ -14,7 +14,6 @@ from quickstart import Model, generate
 import sals_compile
 from sals_compile.calibrate import Calibration, calibrate
 
-
 torch.manual_seed(0)
 model = Model(capacity=1024).eval()
 # Token ids [B, S] would do for a model that takes them alone; this one also wants a position and a cache, by keyword.
@@ -28,9 +27,7 @@ with tempfile.TemporaryDirectory() as folder:
     print(f"{len(made.sites)} sites in {path.stat().st_size} bytes: {', '.join(made.sites)}")
     loaded = Calibration.load(path)  # no pickle; a version and the model's fingerprint are checked
 
-    fast = torch.compile(
-        model, backend="sals", options={"budget": 256, "lowering": "eager", "calibration": str(path)}
-    )
+    fast = torch.compile(model, backend="sals", options={"budget": 256, "lowering": "eager", "calibration": str(path)})
     prompt = torch.randint(0, 256, (1, 600))
     dense, sparse = (generate(f, model.new_cache(), prompt, 8) for f in (model, fast))
     print(sals_compile.compiled_reports()[-1])

@@ -1,6 +1,7 @@
-"""Look at what the compiler would do to a model before running anything: as a table, a networkx graph, a picture and a page.
+"""Look at what the compiler would do to a model before running anything: as a table, a networkx graph, a picture and a
+page.
 
-    python examples/inspect_graph.py [FOLDER]        # writes decode.html and after.dot there (default: the current folder)
+python examples/inspect_graph.py [FOLDER]        # writes decode.html and after.dot there (default: the current folder)
 """
 
 import logging
@@ -21,7 +22,8 @@ torch.manual_seed(0)
 model = Model().eval()
 token, position = torch.zeros(1, 1, dtype=torch.int64), torch.tensor(1500)
 
-# explain() traces the call, matches and rewrites it, and compiles nothing. Its arguments are copied: no cache of yours changes.
+# explain() traces the call, matches and rewrites it, and compiles nothing. Its arguments are copied: no cache of
+# yours changes.
 found = sals_compile.explain(model, token, position, model.new_cache(), options={"budget": 256})
 print(found, "\n")
 

@@ -1,7 +1,4 @@
-"""Sparse decoding of a Llama-like model in forty lines, without transformers: its static KV cache is found and taken over.
-
-    python examples/quickstart.py
-"""
+"""Sparse decoding of a forty-line Llama-like model: its static KV cache is found and taken over. Run it as it is."""
 
 import torch
 from torch import nn
@@ -41,7 +38,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, blocks, tied output; ``cache`` is a list of (keys, values) per block, each ``[1, kv_heads, capacity, dim]``."""
+    """Embedding, blocks, tied output; ``cache`` is a list of (keys, values) per block, each ``[1, kv_heads, capacity,
+    dim]``.
+    """
 
     def __init__(self, vocabulary=256, width=128, layers=2, heads=8, kv_heads=4, capacity=2048) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class Model(nn.Module):
 
 @torch.no_grad()
 def generate(forward, cache, prompt, steps):
-    """Greedy: prefill ``prompt [1, S]``, then one token at a time. Returns the logits of every step ``[steps, vocabulary]``."""
+    """Greedy: prefill ``prompt [1, S]``, then token by token. Returns logits ``[steps, vocabulary]``."""
     rows = [forward(prompt, torch.tensor(0), cache)[:, -1]]
     for position in range(prompt.shape[1], prompt.shape[1] + steps - 1):
         rows.append(forward(rows[-1].argmax(-1, keepdim=True), torch.tensor(position), cache)[:, -1])

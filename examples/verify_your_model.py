@@ -1,4 +1,5 @@
-"""Is it still my model? Exact mode (full rank, nothing quantised, every token) must reproduce the dense one; then see what sparsity costs.
+"""Is it still my model? Exact mode (full rank, nothing quantised, every token) must reproduce the dense one; then see
+what sparsity costs.
 
     python examples/verify_your_model.py
 

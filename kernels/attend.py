@@ -1,14 +1,22 @@
-"""Triton kernel of ``sals::attend``: attention over the exact ring and a few hundred tokens rebuilt from their latents.
+"""Triton kernels of ``sals::attend``: attention over the ring and a few hundred tokens rebuilt from latents.
 
-A program of the first launch is (KV head, split, query token); a split is a tile of selected tokens, or a tile of the ring. A latent split
-gathers its tokens' int8 rows, rebuilds their keys for its KV head on tensor cores (``z @ decoder``), rotates them by the recorded
-rows, and attends with the G query heads that share the head; the ring's keys are exact. The rotated pairs of a head
-are two separate accumulators ("first" and "second" dims of each pair, wherever they lie), dims that do not rotate a third, so
-that rotation is elementwise for every rotary form. Values are dequantised in the Hadamard frame; since the transform is linear it
-is undone once, on the combined output: a second launch adds up the splits, in order, so the result is deterministic.
+Three launches:
 
-The rebuild is the arithmetic here: ``2 * tokens * R * E`` FLOPs a query token. With ``decoder_codes`` (int8, one scale a column) it runs on the
-int8 tensor cores, straight from the stored codes: twice the rate and half the decoder's bytes.
+rebuild
+    gathers the selected tokens' latents and multiplies them by the decoder, ``[B L K, R] x [R, E]``: the arithmetic of
+    the operator, ``2 R E`` FLOPs a token, as one large product. With ``decoder_codes`` (int8) it runs on the int8
+    tensor cores, straight from the stored codes. Scales and rotation are left to the next kernel.
+attend
+    a program is (KV head, split, query token); a split is a tile of selected tokens, or of the ring. It rotates the
+    rebuilt keys by the recorded rows and attends with the G query heads that share the KV head. The first and second
+    dims of the rotated pairs are separate tensors, wherever they lie in the head, so that rotation is elementwise for
+    every form; dims that do not rotate are a third. Values are dequantised in the transformed (Hadamard) frame.
+combine
+    adds up the splits, in order, so the result is deterministic; the value transform is linear, so it is undone once,
+    here.
+
+A latent's scale is one factor a token, so it multiplies logits and not keys; the int8 decoder's scales are equal
+within a rotated pair, so they multiply the query.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import codegen
-from .encode import _batch_stride, next_power_of_2, require_contiguous, row_major
+from .encode import _batch_stride, next_power_of_2, require_contiguous, row_major, stages
 from .reference import value_group
 
 
@@ -32,7 +40,7 @@ def _rebuild_kernel(
     R: tl.constexpr, E: tl.constexpr, INT8: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     TILE_T: tl.constexpr, TILE_E: tl.constexpr, TILE_R: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of columns, tile of selected tokens): ``codes[token] @ decoder`` without scales, ``[tokens, E]``."""
+    """Program (tile of columns, tile of tokens): ``codes[token] @ decoder`` without scales, ``[tokens, E]``."""
     i = tl.program_id(1) * TILE_T + tl.arange(0, TILE_T)
     e = tl.program_id(0) * TILE_E + tl.arange(0, TILE_E)
     chosen = tl.maximum(tl.load(indices + i, mask=i < tokens, other=0), 0)
@@ -76,7 +84,7 @@ def _query(head, scales, dims, known, INT8: tl.constexpr):
 @triton.jit
 def _steps(value_scales, at, FIRST: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
            GROUP: tl.constexpr):  # fmt: skip
-    """Step and minimum of dims FIRST .. FIRST + WIDTH of ``T`` tokens, ``[T, WIDTH]`` each; ``at`` is a token's first pair."""
+    """Step and minimum of dims FIRST .. FIRST + WIDTH, ``[T, WIDTH]`` each; ``at [T]`` is a token's first pair."""
     if FIRST % GROUP == 0 and WIDTH % GROUP == 0:
         GROUPS: tl.constexpr = WIDTH // GROUP
         g = FIRST // GROUP + tl.arange(0, GROUPS)
@@ -93,7 +101,9 @@ def _steps(value_scales, at, FIRST: tl.constexpr, WIDTH: tl.constexpr, T: tl.con
 @triton.jit
 def _unpack(pairs):
     """Two fp16 numbers stored in an int32."""
-    return (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True), (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True), (pairs >> 16).to(tl.int16).to(
+        tl.float16, bitcast=True
+    )
 
 
 @triton.jit
@@ -116,8 +126,8 @@ def _weights(
 
 @triton.jit
 def _attend_kernel(
-    query, indices, rebuilt, decoder_scales, scales, value_codes, value_scales, ring_key, ring_value, ring_slots, cos, sin,
-    partial, stats,
+    query, indices, rebuilt, decoder_scales, scales, value_codes, value_scales, ring_key, ring_value, ring_slots,
+    cos, sin, partial, stats,
     queries, count, total, window, query_b, query_l, query_h, ring_p, rows_p, args, scale,
     N: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DR: tl.constexpr, PAIRS_PAD: tl.constexpr, REST_PAD: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP: tl.constexpr,
@@ -126,7 +136,7 @@ def _attend_kernel(
     MASK_FN: tl.constexpr, SCORE_FN: tl.constexpr, MASKS: tl.constexpr, MODIFIES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, split, query token): unnormalised sums ``partial [rows, N, SPLITS, G_PAD, D]``, and their stats."""
+    """Program (KV head, split, query token): sums ``partial [rows, N, SPLITS, G_PAD, D]``, and their ``stats``."""
     COMPUTE: tl.constexpr = query.dtype.element_ty
     n = tl.program_id(0)
     split = tl.program_id(1)
@@ -190,7 +200,7 @@ def _attend_kernel(
             logits, live, b, h, q, kv, args, token_scale[:, None], MASK_FN, SCORE_FN, MASKS, MODIFIES
         )
         # -- weights times values, in the transformed frame; fp16 holds quantised values better than bf16
-        VALUE: tl.constexpr = COMPUTE if BITS == 0 or COMPUTE == tl.float32 else tl.float16
+        VALUE: tl.constexpr = COMPUTE if (BITS == 0) | (COMPUTE == tl.float32) else tl.float16
         weights = tl.trans(weights.to(VALUE))
         if BITS == 4:
             value = (packed & 15).to(VALUE) * low_step.to(VALUE) + low_least.to(VALUE)
@@ -229,8 +239,8 @@ def _attend_kernel(
 
 @triton.jit
 def _attend_few_kernel(
-    query, indices, rebuilt, decoder_scales, scales, value_codes, value_scales, ring_key, ring_value, ring_slots, cos, sin,
-    partial, stats,
+    query, indices, rebuilt, decoder_scales, scales, value_codes, value_scales, ring_key, ring_value, ring_slots,
+    cos, sin, partial, stats,
     queries, count, total, window, query_b, query_l, query_h, ring_p, rows_p, args, scale,
     N: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DR: tl.constexpr, PAIRS_PAD: tl.constexpr, REST_PAD: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP: tl.constexpr,
@@ -239,7 +249,7 @@ def _attend_few_kernel(
     MASK_FN: tl.constexpr, SCORE_FN: tl.constexpr, MASKS: tl.constexpr, MODIFIES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`_attend_kernel`, without tensor cores: for a few query heads a KV head, fewer instructions and no shuffling."""
+    """As :func:`_attend_kernel` without tensor cores: for one query head a KV head, fewer instructions and barriers."""
     n = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2)
@@ -366,7 +376,7 @@ def _combine_kernel(
     SINKS: tl.constexpr, LATENT_SPLITS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (HEADS query heads, query token): the splits' sums, in order; the value transform undone on the latents'."""
+    """Program (HEADS query heads, query token): the splits' sums, in order; the value transform undone."""
     row = tl.program_id(1)
     h = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     known = h < N * G
@@ -427,15 +437,15 @@ class Tiles:
 
 
 def tiles_for(tokens: int, joint: int, rank: int, groups: int, int8: bool, half_precision: bool) -> Tiles:
-    """For ``tokens`` selected tokens over the whole call."""
+    """For ``tokens`` selected tokens over the whole call. Measured on one H200 (torch 2.11, Triton 3.6)."""
     columns = min(128, max(16, next_power_of_2(joint)))
     if not half_precision:
-        return Tiles((32, min(64, columns), 32, 4, 2), (32, 4), few=groups <= 4)
+        return Tiles((32, min(64, columns), 32, 4, 2), (32, 4), few=groups == 1)
     ranks = max(32, min(128 if int8 else 64, next_power_of_2(rank)))
     # Small calls: enough programs before large tiles.
     if tokens * joint <= 64 * 128 * 132:
-        return Tiles((64, columns, ranks, 4, 3), (64, 4), few=groups <= 4)
-    return Tiles((128, columns, ranks, 8, 3), (64, 4), few=groups <= 4)
+        return Tiles((64, columns, ranks, 4, 3), (64, 4), few=groups == 1)
+    return Tiles((128, columns, ranks, 8, 3), (64, 4), few=groups == 1, registers=96 if groups == 1 else None)
 
 
 def attend(
@@ -485,11 +495,11 @@ def attend(
     precision = "tf32" if half_precision else "ieee"
 
     rebuilt = torch.empty((rows, count, kv_heads, dim), dtype=query.dtype, device=device)
-    tile_t, tile_e, tile_r, warps, stages = tiles.rebuild
+    tile_t, tile_e, tile_r, warps, depth = tiles.rebuild
     _rebuild_kernel[(triton.cdiv(decoder.shape[1], tile_e), triton.cdiv(rows * count, tile_t))](
         indices, codes, decoder_codes if int8 else decoder, rebuilt, rows * count, queries * count, total,
         R=rank, E=decoder.shape[1], INT8=int8, COMPUTE=_TRITON_TYPES[query.dtype], PRECISION=precision,
-        TILE_T=tile_t, TILE_E=tile_e, TILE_R=tile_r, num_warps=warps, num_stages=stages,
+        TILE_T=tile_t, TILE_E=tile_e, TILE_R=tile_r, num_warps=warps, num_stages=stages(depth),
     )  # fmt: skip
 
     tile_t, warps = tiles.attend

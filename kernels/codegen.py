@@ -16,17 +16,18 @@ and in the kernel (``args`` an ordinary parameter, the functions and flags ``tl.
     stop = UPPER_FN(b, q, capacity, args)               # int32 <= capacity: MASK_FN is false for every kv >= stop
     start = LOWER_FN(b, q, args)                        # int32 >= 0: MASK_FN is false for every kv < start
 
-``b, h, q, kv`` are integer scalars or tensors that broadcast together, e.g. ``h [M, 1]``, ``q [M, 1]``, ``kv [1, T]``. The
-functions load without a mask, so clamp the indices of padding lanes into range before the call (``tl.minimum(kv, capacity -
-1)``). The bounds hold for the ``q`` they are given and for every ``h``: for a tile of queries call them with the vector and
-reduce with ``tl.max`` / ``tl.min`` (a bound that does not depend on ``q`` is a scalar: add ``q * 0`` to make it a vector).
+``b, h, q, kv`` are integer scalars or tensors that broadcast together, e.g. ``h [M, 1]``, ``q [M, 1]``, ``kv [1, T]``.
+The functions load without a mask, so clamp the indices of padding lanes into range before the call (``tl.minimum(kv,
+capacity - 1)``). The bounds hold for the ``q`` they are given and for every ``h``: for a tile of queries call them
+with the vector and reduce with ``tl.max`` / ``tl.min`` (a bound that does not depend on ``q`` is a scalar: add ``q *
+0`` to make it a vector).
 
-``args`` holds, for each tensor of the list in turn, its pointer and its strides (one for each dim), then the integers. The
-number of dims is that of the tensor, its dtype that of the pointer; only the kind of the dtype changes the source.
+``args`` holds, for each tensor of the list in turn, its pointer and its strides (one for each dim), then the integers.
+The number of dims is that of the tensor, its dtype that of the pointer; only the kind of the dtype changes the source.
 
 :func:`source` returns the generated text alone (for ``explain()``), without importing Triton. Text is written to
-``sals-compile/kernels/<digest>.py`` under ``$XDG_CACHE_HOME`` or ``~/.cache``, named by its content, atomically. A file
-found there is never trusted: it is replaced unless it is byte for byte what was just generated.
+``sals-compile/kernels/<digest>.py`` under ``$XDG_CACHE_HOME`` or ``~/.cache``, named by its content, atomically. A
+file found there is never trusted: it is replaced unless it is byte for byte what was just generated.
 """
 
 from __future__ import annotations
@@ -326,10 +327,10 @@ def _function(name: str, parameters: str, expr: Expr, kind: str, kinds: Sequence
     return f'@triton.jit\ndef {name}({parameters}):\n    """{expr}"""\n{body}    return {result}\n'
 
 
-def _is_integer(expr: Expr, kinds: Sequence[str]) -> bool:
+def _is_integer(expr: Expr, kinds: tuple[str, ...]) -> bool:
     """Whether a bound is made of integers alone, so that it is exact."""
     return not any(
-        (node.op == "load" and kinds[node.args[0]] != "int")
+        (node.op == "load" and kinds[node.args[0] : node.args[0] + 1] != ("int",))
         or (node.op == "const" and type(node.args[0]) is not int)
         or node.op in ("div", "exp", "log", "tanh")
         or node.op in BOOLEAN
@@ -337,7 +338,7 @@ def _is_integer(expr: Expr, kinds: Sequence[str]) -> bool:
     )
 
 
-def _bounds(modifier: Modifier, kinds: Sequence[str]) -> tuple[Expr | None, Expr | None]:
+def _bounds(modifier: Modifier, kinds: tuple[str, ...]) -> tuple[Expr | None, Expr | None]:
     found = upper_bound(modifier.mask), lower_bound(modifier.mask)
     upper, lower = (b if b is not None and _is_integer(b, kinds) else None for b in found)
     return upper, lower
@@ -377,7 +378,7 @@ def cache_directory() -> Path:
 
 
 def write(text: str) -> Path:
-    """Store ``text`` under the digest of its content and return where; in a private folder if the cache is read-only."""
+    """Store ``text`` under the digest of its content; in a private folder if the cache is read-only."""
     name = f"modifier_{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
     try:
         directory = cache_directory()
@@ -428,6 +429,3 @@ def _load(modifier: str, kinds: tuple[str, ...], dims: tuple[int, ...]) -> Gener
         source=text,
         path=path,
     )
-
-
-# CODEGEN READY

@@ -1,8 +1,9 @@
 """Which Triton launcher runs each ``sals`` operator on CUDA and HIP tensors.
 
 Importing this module registers the table on PyTorch's CUDA dispatch key (which ROCm uses too). Triton and the kernels
-themselves are imported by the first call with such a tensor, so nothing here needs Triton or a GPU. An operator that is not in
-the table, or whose launcher raises :class:`NotImplementedError` for what it was given, runs its reference meaning in PyTorch.
+themselves are imported by the first call with such a tensor, so nothing here needs Triton or a GPU. An operator that
+is not in the table, or whose launcher raises :class:`NotImplementedError` for what it was given, runs its reference
+meaning in PyTorch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch.library import Library
@@ -39,7 +40,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@lru_cache(maxsize=None)
+@cache
 def launcher(name: str) -> Callable[..., Any]:
     """The function that launches operator ``name``'s kernels. Imports Triton."""
     module, _, function = TRITON[name].partition(":")

@@ -1,9 +1,9 @@
 """Triton kernels of ``sals::record_rows`` and ``sals::encode``: what a call's new tokens leave in the cache.
 
-Dimensions and storage are those of ``reference.py``. The first launch splits its programs between *latent* jobs (a tile of
-tokens x a tile of latent coordinates x a part of ``E``: a decode call is bound by the encoder's bytes, so it is cut fine) and
-*value* jobs (a tile of (token, KV head) rows: Hadamard transform, quantisation, exact ring). A latent's int8 scale needs its
-whole row, so a second launch sums the parts, in a fixed order, and quantises.
+Dimensions and storage are those of ``reference.py``. The first launch splits its programs between *latent* jobs (a
+tile of tokens x a tile of latent coordinates x a part of ``E``: a decode call is bound by the encoder's bytes, so it
+is cut fine) and *value* jobs (a tile of (token, KV head) rows: Hadamard transform, quantisation, exact ring). A
+latent's int8 scale needs its whole row, so a second launch sums the parts, in a fixed order, and quantises.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from .reference import BLOCK, value_group
 def next_power_of_2(n: int) -> int:
     """Smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def stages(wanted: int) -> int:
+    """Pipeline stages of a launch: HIP's 64 KiB of shared memory hold two of our tiles."""
+    return min(wanted, 2) if torch.version.hip else wanted
 
 
 def row_major(x: Tensor, dims: int) -> Tensor:
@@ -44,7 +49,7 @@ def round_half_even(x):
     return (x + 12582912.0) - 12582912.0
 
 
-# ---- record_rows ------------------------------------------------------------------------------------------------------
+# ---- record_rows -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -141,7 +146,7 @@ def _batch_stride(x: Tensor) -> int:
     return 0 if x.shape[0] == 1 else x.stride(0)
 
 
-# ---- encode -----------------------------------------------------------------------------------------------------------
+# ---- encode ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -222,8 +227,8 @@ def _quantize_kernel(
 def _encode_values(
     value_codes, value_scales, ring_key, ring_value, key, value, value_transform, slots, rows,
     tokens, queries, total, window, slots_p, key_b, key_l, key_n, value_b, value_l, value_n,
-    N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, TILE_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    TILE_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows are (token, KV head): the exact ring, and the transformed and quantised values."""
     m = rows // N
@@ -322,7 +327,7 @@ def encode(
         E=joint, R=rank, N=kv_heads, D=dim, D_PAD=max(16, next_power_of_2(dim)), GROUP=value_group(dim),
         BITS=bits, TILE_M=tile_m, TILE_R=tile_r, TILE_E=tile_e, SPLIT_E=split, TILE_V=tile_v,
         PRECISION="tf32" if half_precision else "ieee",
-        num_warps=4, num_stages=3 if decode else 2,
+        num_warps=4, num_stages=stages(3) if decode else 2,
     )  # fmt: skip
     _quantize_kernel[(tokens,)](
         parts, codes, scales, slots, tokens, queries, codes.shape[1], _batch_stride(slots),

@@ -1,8 +1,9 @@
 """Triton kernels of ``sals::score``: what every cached token is worth to this call's queries, read from the latents.
 
-``block_rotary`` needs, for each block of tokens, the query un-rotated by the block's mean rotation and projected on the decoder.
-Done as written that is a product of ``[blocks, E] x [E, Rs]``. All heads share the rotation, so it is folded the other way
-round: with ``u[d] = q[d] cos[d] + sign(d) q[p(d)] sin[p(d)]``, where ``p(d)`` is the other dim of ``d``'s rotated pair,
+``block_rotary`` needs, for each block of tokens, the query un-rotated by the block's mean rotation and projected on
+the decoder. Done as written that is a product of ``[blocks, E] x [E, Rs]``. All heads share the rotation, so it is
+folded the other way round: with ``u[d] = q[d] cos[d] + sign(d) q[p(d)] sin[p(d)]``, where ``p(d)`` is the other dim of
+``d``'s rotated pair,
 
     fold   A[d, r] = sum_n q[n, d] decoder[r, n, d],   A'[d, r] = sign(d) sum_n q[n, p(d)] decoder[r, n, d]
     project   projected[block, r] = sum_d cos[block, d] A[d, r] + sin[block, p(d)] A'[d, r]
@@ -17,7 +18,7 @@ and, when a selection follows, the maxima of groups of tokens (``select.py``) wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -25,12 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import codegen
-from .encode import _batch_stride, next_power_of_2, require_contiguous, round_half_even, row_major
+from .encode import _batch_stride, next_power_of_2, require_contiguous, round_half_even, row_major, stages
 from .index_expr import Modifier
 from .reference import BLOCK
 
 #: Tokens of a tile of the score kernel (divides BLOCK), programs of one multiprocessor, pipeline stages and warps.
-SCORE_TOKENS, SCORE_PROGRAMS, SCORE_STAGES, SCORE_WARPS = 64, 3, 3, 4
+SCORE_TOKENS, SCORE_PROGRAMS, SCORE_STAGES, SCORE_WARPS = 128, 2, 3, 4
 
 #: Latent coordinates of one program of the fold kernel, and its warps.
 FOLD_RANKS, FOLD_WARPS = 32, 4
@@ -112,8 +113,8 @@ def _project_kernel(
 ):  # fmt: skip
     """Program (tile of blocks, part of TILE_R coordinates, query token): the projected query of each block.
 
-    Either fp32 ``[rows, blocks, RS]``, or int8 ``[rows, blocks, 2, RS]`` with ``steps [rows, blocks, parts]``: two terms of a
-    number, ``step * (first + second / 254)``, which is 15 bits of it.
+    Either fp32 ``[rows, blocks, RS]``, or int8 ``[rows, blocks, 2, RS]`` with ``steps [rows, blocks, parts]``: two terms
+    of a number, ``step * (first + second / 254)``, which is 15 bits of it.
     """
     row = tl.program_id(2)
     b = row // queries
@@ -247,7 +248,7 @@ def _never(scores, maxima, row, queries, total, begin, end, TILE_T: tl.constexpr
                 tl.store(maxima + (row + q).to(tl.int64) * (total // GROUP) + g, least)
 
 
-@lru_cache(maxsize=None)
+@cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of the device; of an H200 where there is none (ahead-of-time compilation, the interpreter)."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -274,7 +275,7 @@ def score(
     maxima: Tensor | None = None,
     group: int = 0,
 ) -> Tensor:
-    """See ``reference.score``. ``maxima [B*L, S/group]`` int32, when given, gets each group's largest :func:`order_of`."""
+    """See ``reference.score``. ``maxima [B*L, S/group]`` int32, when given, gets each group's largest key."""
     if head_score != "sum":
         raise NotImplementedError("scores that are not sums over heads run as their reference meaning")
     require_contiguous(codes=codes, scales=scales, block_cos=block_cos, block_sin=block_sin, ring_slots=ring_slots)
@@ -329,7 +330,8 @@ def score(
         total, queries, heads, capacity, ring_slots.shape[1], sinks, blocks, tiles,
         _batch_stride(ring_slots), _batch_stride(slots), args,
         R=rank, RS=score_rank, TILE_R=tile_r, TILE_T=SCORE_TOKENS, BLOCK=BLOCK,
-        INT8=int8, COLUMNS=max(16, next_power_of_2(2 * queries)), BLOCKWISE=rotary_dim > 0, GROUP=group, PARTS=parts, STAGES=SCORE_STAGES,
+        INT8=int8, COLUMNS=max(16, next_power_of_2(2 * queries)), BLOCKWISE=rotary_dim > 0, GROUP=group,
+        PARTS=parts, STAGES=stages(SCORE_STAGES),
         MASK_FN=generated.mask_fn, UPPER_FN=generated.upper_fn, LOWER_FN=generated.lower_fn, MASKS=generated.masks,
         PER_HEAD=Modifier.parse(modifier).mask.uses("h"), num_warps=SCORE_WARPS,
     )  # fmt: skip

@@ -1,15 +1,18 @@
 """Triton kernels of ``sals::select``: the exact top-k of each row of scores, as ascending indices.
 
-The k-th largest *maximum* of disjoint groups of tokens is a lower bound on the k-th largest score: k groups reach it, each with
-a token. With twice as many groups as wanted tokens, or more, hardly more tokens than wanted reach it. So:
+The k-th largest *maximum* of disjoint groups of tokens is a lower bound on the k-th largest score: k groups reach it,
+each with a token. With twice as many groups as wanted tokens, or more, hardly more tokens than wanted reach it. So:
 
-1. the maxima of groups of a few tokens are left by the score kernel's epilogue (or found here by a kernel of their own);
-2. one program a row bounds the k-th score by the leading 16 bits of the k-th maximum, found two bits at a time by counting;
-3. it reads the scores of the groups that reach the bound (about k), compacts the tokens that do (a few hundred), finds the
-   k-th largest key among them, gives ties to the lower index by counting, and writes the indices.
+1. the maxima of groups of a few tokens are left by the score kernel's epilogue (or found here by a kernel of their
+   own);
+2. one program a row bounds the k-th score by the leading 16 bits of the k-th maximum, found two bits at a time by
+   counting;
+3. it reads the scores of the groups that reach the bound (about k), compacts the tokens that do (a few hundred), finds
+   the k-th largest key among them, gives ties to the lower index by counting, and writes the indices.
 
-Compaction keeps the order of indices, so nothing is sorted, and nothing is atomic, so the result is deterministic. Any row is
-exact: where more groups or tokens reach the bound than registers hold (constant rows), the row is streamed once for every two bits.
+Compaction keeps the order of indices, so nothing is sorted, and nothing is atomic, so the result is deterministic. Any
+row is exact: where more groups or tokens reach the bound than registers hold (constant rows), the row is streamed once
+for every two bits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Before AOT: attention calls become opaque operators that survive tracing.
 
-``scaled_dot_product_attention`` is composite: AOT would decompose it into a device-specific operator whose mask is already converted. Its
-anchored twin ``sals::scaled_dot_product_attention`` has the same schema and meaning and stays whole, so that the match sees what the model
-wrote. (``flex_attention`` is a higher-order operator that tracing keeps by itself.)
+``scaled_dot_product_attention`` is composite: AOT would decompose it into a device-specific operator whose mask is
+already converted. Its anchored twin ``sals::scaled_dot_product_attention`` has the same schema and meaning and stays
+whole, so that the match sees what the model wrote. (``flex_attention`` is a higher-order operator that tracing keeps by
+itself.)
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def anchor(gm: GraphModule) -> int:
-    """Anchor every ``scaled_dot_product_attention`` of a Dynamo graph, in place, nested graphs included. Returns how many."""
+    """Anchor every ``scaled_dot_product_attention`` of a Dynamo graph, in place, nested graphs included. Returns how
+    many."""
     count = 0
     for module in gm.modules():
         if not isinstance(module, GraphModule):
@@ -53,11 +55,12 @@ _WRITES = ("index_copy_", "index_put_", "scatter_", "slice_scatter_", "copy_", "
 
 
 def pin_capacities(gm: GraphModule) -> int:
-    """Specialise the shapes of KV buffers, batch aside, so that a second cache of another length does not make them symbolic.
+    """Specialise the shapes of KV buffers, batch aside, so that a second cache of another length does not make them
+    symbolic.
 
-    A static cache's capacity is a constant of the compiled code (the latents beside it have the same number of slots); without this, Dynamo's
-    automatic dynamic shapes would turn it into a symbol and the site would be declined. Adds guards, so another capacity recompiles. Returns how
-    many sizes were pinned.
+    A static cache's capacity is a constant of the compiled code (the latents beside it have the same number of slots);
+    without this, Dynamo's automatic dynamic shapes would turn it into a symbol and the site would be declined. Adds
+    guards, so another capacity recompiles. Returns how many sizes were pinned.
     """
     pinned = 0
     for node in gm.graph.nodes:
@@ -78,7 +81,8 @@ def pin_capacities(gm: GraphModule) -> int:
 
 @contextlib.contextmanager
 def anchoring() -> Iterator[None]:
-    """While AOT traces, functions that call attention themselves (``nn.MultiheadAttention``) call the anchored operator."""
+    """While AOT traces, functions that call attention themselves (``nn.MultiheadAttention``) call the anchored
+    operator."""
     functional: Any = torch.nn.functional
     original = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = ops.operator("scaled_dot_product_attention")
@@ -110,7 +114,8 @@ def _encoder_layer(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> Tensor:
-    """``nn.TransformerEncoderLayer``'s fused inference operator, written out (aten/native/transformers/transformer.cpp)."""
+    """``nn.TransformerEncoderLayer``'s fused inference operator, written out
+    (aten/native/transformers/transformer.cpp)."""
     functional = torch.nn.functional
 
     def norm(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -119,7 +124,8 @@ def _encoder_layer(
     def attention(y: Tensor) -> Tensor:
         batch, length, _ = y.shape
         q, k, v = (
-            t.view(batch, length, heads, -1).transpose(1, 2) for t in functional.linear(y, qkv_weight, qkv_bias).chunk(3, -1)
+            t.view(batch, length, heads, -1).transpose(1, 2)
+            for t in functional.linear(y, qkv_weight, qkv_bias).chunk(3, -1)
         )
         attended = None
         if mask is not None:  # true (or any other number than zero): masked

@@ -1,8 +1,9 @@
 """One spelling for what has several: a table of rewrites that change no value.
 
-The matcher tracks axes and scales itself, so this pass only removes what does nothing (aliases, casts to the same type, expands and slices to the
-same shape, dropout that is off), gives composite operators their one ATen name, and writes out what later passes need to see: a complex product as
-the real arithmetic it is, a softmax taken apart as a softmax. Each rule returns the node that replaces the one given, or None.
+The matcher tracks axes and scales itself, so this pass only removes what does nothing (aliases, casts to the same type,
+expands and slices to the same shape, dropout that is off), gives composite operators their one ATen name, and writes
+out what later passes need to see: a complex product as the real arithmetic it is, a softmax taken apart as a softmax.
+Each rule returns the node that replaces the one given, or None.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ def _identity(node: Node) -> Node:
 def _same_type(node: Node) -> Node | None:
     """A cast that keeps dtype, device and layout."""
     source = _source(node)
-    extra = {k: v for k, v in node.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory", "non_blocking")}
+    extra = {
+        k: v for k, v in node.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory", "non_blocking")
+    }
     kept = dtype_of(source) == dtype_of(node) and source.meta["val"].device == node.meta["val"].device
     return source if kept and not any(v is not None for v in extra.values()) else None
 
 
 def _equal_shapes(a: Node, b: Node) -> bool:
-    return len(shape_of(a)) == len(shape_of(b)) and all(same(x, y) for x, y in zip(shape_of(a), shape_of(b), strict=True))
+    return len(shape_of(a)) == len(shape_of(b)) and all(
+        same(x, y) for x, y in zip(shape_of(a), shape_of(b), strict=True)
+    )
 
 
 def _same_shape(node: Node) -> Node | None:
@@ -231,7 +236,17 @@ def canonicalize(gm: GraphModule) -> GraphModule:
         if rule is None or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         # An output must stay a tensor of its own: returning a graph input is another contract.
-        if node in outputs and rule in (_identity, _same_type, _same_shape, _whole_slice, _whole_scatter, _copy, _cat, _no_dropout, _part):
+        if node in outputs and rule in (
+            _identity,
+            _same_type,
+            _same_shape,
+            _whole_slice,
+            _whole_scatter,
+            _copy,
+            _cat,
+            _no_dropout,
+            _part,
+        ):
             continue
         replacement = rule(node)
         if replacement is not None:

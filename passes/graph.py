@@ -1,8 +1,9 @@
 """The FX graph, seen two ways: axes tracked through views, and the graph as a networkx DiGraph.
 
-**Axis tracking.** Attention code moves axes about: ``view``, ``transpose``, ``expand``, ``unsqueeze``. :func:`trace_views` follows a
-tensor back through such operators to its *base* and says, for each dim of the tensor, which parts (:class:`Atom`) of which dims of the base
-it is made of. Splits are proved by sizes (symbolic ones too), never guessed: where a ``view`` cannot be factored, the trace stops there.
+**Axis tracking.** Attention code moves axes about: ``view``, ``transpose``, ``expand``, ``unsqueeze``.
+:func:`trace_views` follows a tensor back through such operators to its *base* and says, for each dim of the tensor,
+which parts (:class:`Atom`) of which dims of the base it is made of. Splits are proved by sizes (symbolic ones too),
+never guessed: where a ``view`` cannot be factored, the trace stops there.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class _Unfactorable(Exception):
 
 
 class ViewTrace:
-    """A tensor as a view of ``base``: ``base_dims`` and ``dims`` list the atoms of each dim of the base and of the tensor."""
+    """A tensor as a view of ``base``: ``base_dims`` and ``dims`` list the atoms of each dim of the base and of the
+    tensor."""
 
     def __init__(self, base: Node, shape: Sequence[Size] | None = None) -> None:
         self.base = base
@@ -93,7 +95,8 @@ class ViewTrace:
         for position, size in enumerate(sizes):
             dim: list[Atom] = []
             if is_one(size):
-                # A size-one axis if one is next, else a new one: what is batch and what is head shows even where both are of size one.
+                # A size-one axis if one is next, else a new one: what is batch and what is head shows even where both
+                # are of size one.
                 dim.append(pending.pop(0) if pending and is_one(pending[0].size) else Atom(1, None))
                 if position == len(sizes) - 1:
                     dim += pending
@@ -300,7 +303,11 @@ def same_value(a: Any, b: Any, depth: int = 4) -> bool:
         return True
     if isinstance(a, Node) and isinstance(b, Node):
         alike = depth > 0 and a.op == b.op == "call_function" and a.target is b.target and len(a.args) == len(b.args)
-        if not alike or a.kwargs.keys() != b.kwargs.keys() or torch.Tag.nondeterministic_seeded in getattr(a.target, "tags", ()):
+        if (
+            not alike
+            or a.kwargs.keys() != b.kwargs.keys()
+            or torch.Tag.nondeterministic_seeded in getattr(a.target, "tags", ())
+        ):
             return False
         pairs = [*zip(a.args, b.args, strict=True), *((a.kwargs[k], b.kwargs[k]) for k in a.kwargs)]
         return all(same_value(x, y, depth - 1) for x, y in pairs)
@@ -310,7 +317,8 @@ def same_value(a: Any, b: Any, depth: int = 4) -> bool:
 
 
 def trace_views(node: Node, *, scales: bool = False, casts: bool = True, stop: Iterable[Node] = ()) -> ViewTrace:
-    """Follow ``node`` back through views and floating casts (and, with ``scales``, products with literals) to its base."""
+    """Follow ``node`` back through views and floating casts (and, with ``scales``, products with literals) to its
+    base."""
     stop = set(stop)
     chain: list[Node] = []
     factors: list[float] = []
@@ -350,10 +358,12 @@ def trace_views(node: Node, *, scales: bool = False, casts: bool = True, stop: I
 
 @dataclass(frozen=True)
 class Layout:
-    """How the dims of a tensor map to four roles, in the order of ``roles`` (``"BSND"``: batch, tokens, heads, head dim).
+    """How the dims of a tensor map to four roles, in the order of ``roles`` (``"BSND"``: batch, tokens, heads, head
+    dim).
 
-    ``parts`` lists, per dim of the tensor, the ``(role, size)`` factors it consists of (size None: symbolic, the whole dim). ``order`` lists, per
-    role, which factors (by running number) make it up. Sizes of one may be missing from either side.
+    ``parts`` lists, per dim of the tensor, the ``(role, size)`` factors it consists of (size None: symbolic, the whole
+    dim). ``order`` lists, per role, which factors (by running number) make it up. Sizes of one may be missing from
+    either side.
     """
 
     parts: tuple[tuple[int | None, ...], ...]
@@ -441,9 +451,11 @@ class Layout:
 
 
 def inherit_roles(outer: ViewTrace, roles: Sequence[Sequence[Atom]], inner: ViewTrace) -> Dims | None:
-    """Roles of ``inner``'s atoms when its dims stand where the dims of ``outer.base`` stand (the same tensor, or one written into it).
+    """Roles of ``inner``'s atoms when its dims stand where the dims of ``outer.base`` stand (the same tensor, or one
+    written into it).
 
-    A dim with one role gives it to whatever ``inner`` has there, whatever its size; a dim of several roles must split alike.
+    A dim with one role gives it to whatever ``inner`` has there, whatever its size; a dim of several roles must split
+    alike.
     """
     inherited: Dims = [[] for _ in roles]
     for position, (dim, _) in enumerate(zip(outer.base_dims, inner.dims, strict=True)):
@@ -473,7 +485,8 @@ def _product(sizes: Sequence[Any]) -> Any:
 
 
 def to_networkx(gm: GraphModule) -> networkx.DiGraph:
-    """The graph with one node per FX node (attributes ``op``, ``target``, ``shape``, ``dtype``) and edges from input to user."""
+    """The graph with one node per FX node (attributes ``op``, ``target``, ``shape``, ``dtype``) and edges from input to
+    user."""
     digraph = networkx.DiGraph()
     for node in gm.graph.nodes:
         value = node.meta.get("val")

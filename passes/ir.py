@@ -25,7 +25,8 @@ class Mismatch(Exception):
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of the graph and how its dims map to ``[B, S, N, D]`` (``layout``); ``factor`` multiplies it, ``dtype`` rounds it."""
+    """A tensor of the graph and how its dims map to ``[B, S, N, D]`` (``layout``); ``factor`` multiplies it, ``dtype``
+    rounds it."""
 
     node: Node
     layout: Layout
@@ -33,7 +34,8 @@ class Operand:
     dtype: torch.dtype | None = None
 
     def read(self, get: Callable[[Node], Any]) -> Any:
-        """The operand in ``[B, S, N, D]`` form; ``get`` gives a node's value (a tensor, or an FX proxy while rewriting)."""
+        """The operand in ``[B, S, N, D]`` form; ``get`` gives a node's value (a tensor, or an FX proxy while
+        rewriting)."""
         value = self.layout.to_roles(get(self.node))
         if self.factor != 1.0:
             value = torch.ops.aten.mul.Tensor(value, self.factor)
@@ -44,7 +46,8 @@ class Operand:
 
 @dataclass(frozen=True)
 class Rotary:
-    """``rotated = Rot(cos, sin) source`` on the first ``dim`` dims of each head, in the form named (``kernels.reference``)."""
+    """``rotated = Rot(cos, sin) source`` on the first ``dim`` dims of each head, in the form named
+    (``kernels.reference``)."""
 
     form: str
     source: Operand
@@ -89,7 +92,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention computation. ``query`` is rotated; ``key``/``value`` are the tokens of this call, or all of a call without cache."""
+    """One attention computation. ``query`` is rotated; ``key``/``value`` are the tokens of this call, or all of a call
+    without cache."""
 
     name: str
     output: Node
@@ -187,7 +191,8 @@ class MatchResult:
 
 
 def module_path(node: Node) -> str:
-    """The module that a node comes from (``model.layers.3.self_attn``), or the node's own name where none is recorded."""
+    """The module that a node comes from (``model.layers.3.self_attn``), or the node's own name where none is
+    recorded."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     entries: Sequence[Any] = list(stack.values())
     if not entries:

@@ -1,8 +1,9 @@
 """A rewritten graph to something that runs: Inductor, plain FX (``eager``), or MLIR.
 
-``sals`` operators are decomposed to their reference meaning where the target has no kernel for them (CPU), so that Inductor compiles and fuses
-them with the rest; on a GPU they stay opaque and dispatch to Triton. The anchored attention decomposes to PyTorch's own for the device. Decomposing
-happens here, after matching: Inductor refuses a graph decomposed with another table than its own.
+``sals`` operators are decomposed to their reference meaning where the target has no kernel for them (CPU), so that
+Inductor compiles and fuses them with the rest; on a GPU they stay opaque and dispatch to Triton. The anchored attention
+decomposes to PyTorch's own for the device. Decomposing happens here, after matching: Inductor refuses a graph
+decomposed with another table than its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def lower(
 ) -> Callee:
     """Compile ``gm`` for ``inputs`` (fake tensors and symbolic integers, in placeholder order).
 
-    Returns a function of the list of real inputs. ``static`` lists inputs whose storage never moves (parameters, state), for CUDA graphs.
+    Returns a function of the list of real inputs. ``static`` lists inputs whose storage never moves (parameters,
+    state), for CUDA graphs.
     """
     if config.lowering == "eager":
         return _boxed(gm)
@@ -50,7 +52,8 @@ def on_cpu(inputs: Sequence[Any]) -> bool:
 
 
 def decompose(gm: GraphModule, inputs: Sequence[Any], table: dict[Any, Any], everything: bool = False) -> GraphModule:
-    """Retrace ``gm`` through a decomposition table; ``sals`` operators without a kernel on the device become their meaning."""
+    """Retrace ``gm`` through a decomposition table; ``sals`` operators without a kernel on the device become their
+    meaning."""
     table = dict(table)
     meanings = ops.decompositions()
     anchored = ops.operator("scaled_dot_product_attention")

@@ -1,10 +1,12 @@
 """A rewritten graph to MLIR (torch-mlir), and through IREE to something that runs on a CPU.
 
-``sals`` operators are decomposed to their reference meaning, the graph is made functional (what it writes to its inputs become extra results, which
-the caller copies back), imported by torch-mlir as the *torch* dialect and compiled by IREE (``input_type="torch"``). Where a reference function
-uses an operator that MLIR does not lower, this file holds an equivalent formulation; the meaning stays that of ``kernels/reference.py``.
+``sals`` operators are decomposed to their reference meaning, the graph is made functional (what it writes to its inputs
+become extra results, which the caller copies back), imported by torch-mlir as the *torch* dialect and compiled by IREE
+(``input_type="torch"``). Where a reference function uses an operator that MLIR does not lower, this file holds an
+equivalent formulation; the meaning stays that of ``kernels/reference.py``.
 
-Packages: PyPI ``torch-mlir``, ``iree-base-compiler``, ``iree-base-runtime`` (the extra ``mlir``), imported when first needed.
+Packages: PyPI ``torch-mlir``, ``iree-base-compiler``, ``iree-base-runtime`` (the extra ``mlir``), imported when first
+needed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
@@ -39,8 +42,8 @@ class MlirError(RuntimeError):
 class Functional:
     """A functional graph: ``gm`` takes the tensors ``inputs`` (positions among the original inputs).
 
-    Its results are the original ones that are tensors (``results[i]`` is the position of result ``i`` among them; other results are in ``constants``)
-    followed by the new contents of the inputs ``written``.
+    Its results are the original ones that are tensors (``results[i]`` is the position of result ``i`` among them; other
+    results are in ``constants``) followed by the new contents of the inputs ``written``.
     """
 
     gm: GraphModule
@@ -51,11 +54,12 @@ class Functional:
     single: bool
 
 
-# ---- equivalent formulations ------------------------------------------------------------------------------------------
+# ---- equivalent formulations -----------------------------------------------------------------------------------------
 
 
 def select(scores: Tensor, k: int) -> Tensor:
-    """``reference.select`` without integer bit patterns: the k-th score is the threshold, and ties at it go to the lower index."""
+    """``reference.select`` without integer bit patterns: the k-th score is the threshold, and ties at it go to the
+    lower index."""
     total = scores.shape[-1]
     taken = min(k, total)
     scores = torch.where(torch.isnan(scores), -torch.inf, scores)
@@ -84,7 +88,7 @@ def _formulations() -> Iterator[None]:
         reference.select = original
 
 
-# ---- decomposed and functional ------------------------------------------------------------------------------------------
+# ---- decomposed and functional ---------------------------------------------------------------------------------------
 
 
 class _Origins(Interpreter):
@@ -107,14 +111,15 @@ def _operator(node: Node) -> str:
 
 
 def functional(gm: GraphModule, inputs: Sequence[Any]) -> Functional:
-    """Decompose ``sals`` operators and turn writes to inputs into results. ``inputs``: tensors (fake or real) and integers; static."""
+    """Decompose ``sals`` operators and turn writes to inputs into results. ``inputs``: tensors (fake or real) and
+    integers; static."""
     from torch_mlir.fx import get_decomposition_table
 
     table = dict(ops.decompositions()) | {ops.operator("select"): select}
     with _formulations(), torch.no_grad(), _disable_current_modes():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         args = [_fake(fake, a) for a in inputs]
-        with torch._dispatch.python.enable_python_dispatcher(), fake:
+        with enable_python_dispatcher(), fake:
             plain = make_fx(_Origins(gm).run, decomposition_table=table)(*args)
             wrapped = torch.func.functionalize(_Origins(plain).run, remove="mutations")
             flat = make_fx(wrapped, decomposition_table=get_decomposition_table())(*args)
@@ -204,22 +209,25 @@ def _shift(node: Node) -> None:
     with node.graph.inserting_before(node), detect_fake_mode([value]) or contextlib.nullcontext():
         wide = emit(torch.ops.prims.convert_element_type.default, node.args[0], torch.int64)
         factor = emit(aten.full.default, [], 1 << node.args[1], dtype=torch.int64)  # type: ignore[operator]
-        moved = emit(aten.mul.Tensor, wide, factor) if left else emit(
-            aten.div.Tensor_mode, wide, factor, rounding_mode="floor"
+        moved = (
+            emit(aten.mul.Tensor, wide, factor)
+            if left
+            else emit(aten.div.Tensor_mode, wide, factor, rounding_mode="floor")
         )
         narrow = emit(torch.ops.prims.convert_element_type.default, moved, value.dtype)
     node.replace_all_uses_with(narrow)
     node.graph.erase_node(node)
 
 
-# ---- MLIR and IREE ------------------------------------------------------------------------------------------------------
+# ---- MLIR and IREE ---------------------------------------------------------------------------------------------------
 
 
 def to_mlir(gm: GraphModule, inputs: Sequence[Any], dialect: str = "torch") -> tuple[str, Functional]:
     """MLIR text of ``gm`` for ``inputs``, and how its signature relates to theirs.
 
     ``dialect``: ``"raw"`` (torch dialect as imported), ``"torch"`` (torch-mlir's backend contract) or ``"linalg"``.
-    Raises :class:`MlirError` naming operator and site where something does not lower, ``ImportError`` without torch-mlir.
+    Raises :class:`MlirError` naming operator and site where something does not lower, ``ImportError`` without
+    torch-mlir.
     """
     try:
         from torch_mlir import fx
@@ -236,12 +244,15 @@ def to_mlir(gm: GraphModule, inputs: Sequence[Any], dialect: str = "torch") -> t
 
 
 def _foreign(gm: GraphModule) -> str:
-    """Operators that the torch dialect has no name for: torch-mlir prints its diagnostics past Python, so they are looked up."""
+    """Operators that the torch dialect has no name for: torch-mlir prints its diagnostics past Python, so they are
+    looked up."""
     from torch_mlir import fx
 
     with contextlib.suppress(Exception):
         text = str(fx.stateless_fx_import(gm, output_type="raw"))
-        return "\n" + "\n".join(f"error: no lowering of {n}" for n in set(re.findall(r'torch.operator "([\w.]+)"', text)))
+        return "\n" + "\n".join(
+            f"error: no lowering of {n}" for n in set(re.findall(r'torch.operator "([\w.]+)"', text))
+        )
     return ""
 
 
@@ -287,9 +298,11 @@ def _compile(text: str, gm: GraphModule) -> Callable[..., Any]:
 
 
 def lower_mlir(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """A function of the list of real inputs that runs ``gm`` (``sals`` operators and all) through torch-mlir and IREE on the CPU.
+    """A function of the list of real inputs that runs ``gm`` (``sals`` operators and all) through torch-mlir and IREE
+    on the CPU.
 
-    Compiles when first called, once per set of input shapes (MLIR takes static shapes). Raises :class:`MlirError` or ``ImportError`` then.
+    Compiles when first called, once per set of input shapes (MLIR takes static shapes). Raises :class:`MlirError` or
+    ``ImportError`` then.
     """
     if any(isinstance(i, Tensor) and i.device.type != "cpu" for i in inputs):
         raise MlirError("lowering='mlir' runs on CPU tensors; move the model, or use lowering='inductor'")
@@ -316,7 +329,7 @@ def lower_mlir(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], 
 
 
 def _output(gm: GraphModule) -> Sequence[Node]:
-    return next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]  # type: ignore[return-value]
+    return next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
 
 
 def _to_array(tensor: Tensor) -> Any:

@@ -1,7 +1,8 @@
 """Sites to ``sals`` operators: the dense attention goes out of the graph, state comes in as extra inputs.
 
-A graph is rewritten once per *variant* (``runtime.py`` picks one per call): ``dense`` keeps attention as it was and only records what a later
-import needs (rotary rows, query moments); ``sparse`` attends through the latents. Extra inputs are described by :class:`StateInput`, in order.
+A graph is rewritten once per *variant* (``runtime.py`` picks one per call): ``dense`` keeps attention as it was and
+only records what a later import needs (rotary rows, query moments); ``sparse`` attends through the latents. Extra
+inputs are described by :class:`StateInput`, in order.
 """
 
 from __future__ import annotations
@@ -44,13 +45,11 @@ class RowGroup:
 
 @dataclass
 class Rewritten:
-    """A variant: the graph, its extra inputs in order, how many sites run through ``sals`` operators, and which of the original
-    graph's inputs it still takes (by position; released buffers are no inputs any more)."""
+    """A variant: the graph, its extra inputs in order, and how many sites run through ``sals`` operators."""
 
     gm: GraphModule
     inputs: list[StateInput]
     sites: int
-    kept: list[int]
 
 
 def row_groups(plans: Sequence[SitePlan]) -> list[RowGroup]:
@@ -100,28 +99,15 @@ class _Writer:
             self.inputs.append(key)
         return Proxy(self.state[key], self.tracer)
 
-    def drop(self, node: Node) -> None:
-        """Remove a store whose result nothing reads."""
-        copied = self.copies.pop(node, None)
-        if copied is not None:
-            self.graph.erase_node(copied)
-
     def call(self, name: str, *args: Any) -> Any:
         return ops.operator(name)(*args)
 
-    def finish(self, gm: GraphModule, sites: int, released: Sequence[Node] = ()) -> Rewritten:
+    def finish(self, gm: GraphModule, sites: int) -> Rewritten:
         self.graph.eliminate_dead_code()
-        kept = []
-        for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
-            copied = self.copies[node]
-            if node in released and not copied.users:
-                self.graph.erase_node(copied)
-            else:
-                kept.append(position)
         self.graph.lint()
         result = GraphModule(gm, self.graph)
         result.meta = dict(gm.meta)
-        return Rewritten(result, self.inputs, sites, kept)
+        return Rewritten(result, self.inputs, sites)
 
 
 def _modifier(site: AttentionSite, get: Callable[[Node], Any]) -> tuple[str, list[Any], list[Any]]:
@@ -145,7 +131,8 @@ def _point(writer: _Writer, site: AttentionSite) -> Any:
 
 
 def rewrite_dense(gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[RowGroup], observe: bool) -> Rewritten:
-    """Attention as it was; rows are recorded and, with ``observe``, query moments (and key moments where no cache holds the keys)."""
+    """Attention as it was; rows are recorded and, with ``observe``, query moments (and key moments where no cache holds
+    the keys)."""
     writer = _Writer(gm)
     started: set[int] = set()
     for index, entry in enumerate(plans):
@@ -171,7 +158,7 @@ def rewrite_sparse(
 ) -> Rewritten:
     """Every planned site through ``sals`` operators.
 
-    Dense cache writes stay, so that the dense buffers mirror the latents; with ``release_dense`` they go, as the buffers' storage does.
+    Dense cache writes stay, so that the dense buffers mirror the latents and going back to dense is always right.
     """
     writer = _Writer(gm)
     started: set[int] = set()
@@ -199,13 +186,8 @@ def rewrite_sparse(
                 result = torch.ops.aten.contiguous.default(result)
         result.node.meta = dict(site.output.meta)
         output.replace_all_uses_with(result.node)
-        if config.release_dense:
-            for cache in (site.key_cache, site.value_cache):
-                for store in cache.stores if cache is not None else ():
-                    writer.drop(store)
         count += 1
-    caches = [c for p in plans for c in (p.site.key_cache, p.site.value_cache) if c is not None]
-    return writer.finish(gm, count, [c.buffer for c in caches] if config.release_dense else ())
+    return writer.finish(gm, count)
 
 
 def _cached(

@@ -1,8 +1,8 @@
 """Translation validation: every match is checked by running it.
 
-For each structurally distinct site, the original subgraph and the record's dense meaning run on the same random data, of the real shapes and
-dtypes, and must agree. A site that does not agree is declined with the measured difference. So matching may be generous: what it misreads
-is caught here, before anything is rewritten.
+For each structurally distinct site, the original subgraph and the record's dense meaning run on the same random data,
+of the real shapes and dtypes, and must agree. A site that does not agree is declined with the measured difference. So
+matching may be generous: what it misreads is caught here, before anything is rewritten.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MAX_LOGITS = 1 << 23
 
 
 def dense_meaning(site: AttentionSite, get: Any, queries: Tensor | None = None) -> Tensor:
-    """What the record says the site computes: ``[B, L, H, Dv]``, from the values that ``get`` gives for the record's nodes.
+    """What the record says the site computes: ``[B, L, H, Dv]``, from the values that ``get`` gives for the record's
+    nodes.
 
     ``queries`` (indices) restricts the query tokens that are evaluated.
     """
@@ -154,7 +155,8 @@ def structure(site: AttentionSite, cone: Sequence[Node]) -> str:
 
 
 def verify(sites: Sequence[AttentionSite], example: Mapping[Node, Any]) -> tuple[dict[str, float], list[Declined]]:
-    """Measured relative error by site name, and the sites to decline. ``example`` maps graph inputs to values seen by the compiler."""
+    """Measured relative error by site name, and the sites to decline. ``example`` maps graph inputs to values seen by
+    the compiler."""
     errors: dict[str, float] = {}
     declined: list[Declined] = []
     known: dict[str, tuple[float, str]] = {}
@@ -226,8 +228,8 @@ def _run(
         rows = torch.cat((rows[:1], rows[-1:], picks)).unique()
     actual = dense_meaning(site, get, rows).float()
     expected = expected[:, rows]
-    # A query with every key masked has no defined output (contract): the record gives zeros, dense spellings give NaN, zeros or
-    # the plain mean of all values (a finite fill). Any other value there is a disagreement.
+    # A query with every key masked has no defined output (contract): the record gives zeros, dense spellings give NaN,
+    # zeros or the plain mean of all values (a finite fill). Any other value there is a disagreement.
     empty = (actual == 0).all(-1, keepdim=True)
     if empty.any():
         unmasked = replace(

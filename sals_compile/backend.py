@@ -129,11 +129,6 @@ def compile_traced(
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     aligned = len(placeholders) == len(example_inputs)
     example = dict(zip(placeholders, example_inputs, strict=True)) if aligned else {}
-    if config.release_dense and not any(isinstance(i, Tensor) and i.is_cuda for i in example_inputs):
-        raise OptionError(
-            "option release_dense=True: freeing an adopted buffer is safe on CUDA only (a freed CPU storage cannot be guarded against "
-            "reads); leave it False on CPU"
-        )
     timed("canonicalize", lambda: canonicalize(traced))
     matched = timed("match", lambda: match_graph(traced))
     errors, failed = timed("verify", lambda: verify(matched.sites, example))

@@ -37,13 +37,6 @@ UNWATCHED = (
 )
 
 
-#: What reading a released buffer says.
-RELEASED = (
-    "this dense KV buffer was released by torch.compile(backend='sals', options={'release_dense': True}); its tokens live in "
-    "latents. Read the cache only through the compiled model, or compile with release_dense=False."
-)
-
-
 def padded(capacity: int) -> int:
     """Slots of latent storage for ``capacity`` tokens: whole blocks."""
     return -(-capacity // BLOCK) * BLOCK
@@ -248,19 +241,6 @@ class AdoptedCache:
         """Bytes of latents, codes, rings and rows."""
         shared = sum(t.nbytes for r in self.rows for t in vars(r).values())
         return shared + sum(latent.nbytes() for latent in self.latents.values())
-
-
-def release(buffer: Tensor) -> None:
-    """Free the storage of a dense CUDA buffer; reading it from then on raises with the remedy."""
-    buffer.untyped_storage().resize_(0)
-    guard = getattr(torch._C, "_set_storage_access_error_msg", None)
-    if guard is not None:
-        guard(buffer, RELEASED)
-
-
-def reclaim(buffer: Tensor) -> None:
-    """Give a released buffer its storage again (contents undefined)."""
-    buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
 
 
 def pre_rotary_keys(site: AttentionSite, key: Tensor, rows: Rows, slots: Tensor) -> Tensor:

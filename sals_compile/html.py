@@ -1,6 +1,7 @@
 """The page about what the compiler did: one self-contained file, readable without network and without scripts.
 
-``page(graphs)`` is what ``Explanation.save_html`` writes. Everything that comes from a model (names, reasons, shapes) is escaped.
+``page(graphs)`` is what ``Explanation.save_html`` writes. Everything that comes from a model (names, reasons, shapes)
+is escaped.
 """
 
 from __future__ import annotations
@@ -75,7 +76,11 @@ def _summary(graph: GraphReport) -> str:
     ]
     if stored["dense"] and graph.rewritten:
         cards.append(
-            ("KV bytes per token", f"{stored['sals']:,.0f}", f"{stored['dense']:,.0f} dense: ×{stored['sals'] / stored['dense']:.2f}")
+            (
+                "KV bytes per token",
+                f"{stored['sals']:,.0f}",
+                f"{stored['dense']:,.0f} dense: ×{stored['sals'] / stored['dense']:.2f}",
+            )
         )
     if any(s.budget for s in graph.sites):
         c = graph.config
@@ -92,10 +97,10 @@ def _summary(graph: GraphReport) -> str:
         for k, v, d in cards
     )
     note = ""
-    if graph.rewritten and stored["dense"] and not graph.config.release_dense:
+    if graph.rewritten and stored["dense"]:
         note = (
-            '<p class="note">The dense buffers stay allocated beside the latents as a mirror '
-            "(<code>release_dense</code> is off), so these bytes are read less, not yet saved.</p>"
+            '<p class="note">The dense buffers stay allocated beside the latents as a mirror, '
+            "so these bytes are read less, not yet saved.</p>"
         )
     return f'<div class="cards">{boxes}</div>{note}'
 
@@ -124,11 +129,13 @@ def _table(graph: GraphReport, number: int) -> str:
         return "<p>No attention site was found in this graph.</p>"
     head = "".join(f"<th>{escape(c)}</th>" for c in columns)
     legend = (
-        '<p class="legend">heads: query/KV×dim. mask and score: expressions over batch <code>b</code>, head <code>h</code>, query '
-        "<code>q</code> and cache slot <code>kv</code>; <code>a0</code> is a tensor and <code>n0</code> an integer of the graph. "
-        "R/Rs: rank and score rank. T: tokens attended. bytes/token: stored/dense. verified: relative error measured.</p>"
+        '<p class="legend">heads: query/KV×dim. mask and score: expressions over batch <code>b</code>, head '
+        "<code>h</code>, query <code>q</code> and cache slot <code>kv</code>; <code>a0</code> is a tensor and "
+        "<code>n0</code> an integer of the graph. R/Rs: rank and score rank. T: tokens attended. bytes/token: "
+        "stored/dense. verified: relative error measured.</p>"
     )
-    return f"<h3>Sites</h3><div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{legend}"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f"<h3>Sites</h3><div class='scroll'>{table}</div>{legend}"
 
 
 def _declined(graph: GraphReport, number: int) -> str:
@@ -141,7 +148,8 @@ def _declined(graph: GraphReport, number: int) -> str:
         picture = f"<div class='scroll'>{drawing}</div>" if drawing else ""
         parts.append(
             f'<details class="site" open><summary><span class="tag declined">declined</span> '
-            f'{escape(site.name)}</summary><p id="g{number}s{index}">{escape(site.reason)}</p>{remedy}{picture}</details>'
+            f'{escape(site.name)}</summary><p id="g{number}s{index}">{escape(site.reason)}</p>'
+            f"{remedy}{picture}</details>"
         )
     return "<h3>Declined: the nearest miss</h3>" + "".join(parts) if parts else ""
 
@@ -162,7 +170,7 @@ def _pictures(graph: GraphReport, number: int, budget: list[int]) -> str:
         '<p class="key"><span class="k input">input</span><span class="k state">state kept by sals</span>'
         '<span class="k anchor">attention as matched</span><span class="k sals">sals operator</span>'
         '<span class="k gone">dashed red: removed</span><span class="k new">bold: new</span> '
-        "Views (transpose, expand, …) are drawn as part of the edges; the dense cache writes stay as a mirror.</p>"
+        "Views (transpose, expand, …) are drawn as part of the edges.</p>"
     )
     return f"<h3>Graphs, before and after</h3>{key}" + "".join(parts)
 
@@ -195,11 +203,13 @@ def _kernels(graph: GraphReport) -> str:
     for text, names in sources.items():
         label = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} sites)"
         parts.append(
-            f"<details class='code'><summary>{escape(label)}</summary><div class='scroll'><pre>{_highlight(text)}</pre></div></details>"
+            f"<details class='code'><summary>{escape(label)}</summary>"
+            f"<div class='scroll'><pre>{_highlight(text)}</pre></div></details>"
         )
     return (
-        "<h3>Generated kernels</h3><p>Triton device functions printed from the expressions above; the score and attend kernels call "
-        "them on a GPU. On a CPU the expressions are evaluated in PyTorch and compiled with the rest.</p>" + "".join(parts)
+        "<h3>Generated kernels</h3><p>Triton device functions printed from the expressions above; the score and attend "
+        "kernels call them on a GPU. On a CPU the expressions are evaluated in PyTorch and compiled with the rest.</p>"
+        + "".join(parts)
     )
 
 
@@ -256,48 +266,61 @@ _TEMPLATE = """<!doctype html>
 """
 
 _STYLE = """
-:root { --bg:#fbfbfa; --fg:#1d2329; --dim:#5d6a75; --line:#d9dee3; --card:#fff; --box:#fff; --blue:#1c6dbd; --bluebg:#dcecfb;
-  --red:#b3352b; --redbg:#fbe6e3; --amber:#8a6100; --amberbg:#fdf0cf; --green:#1d7a46; --greenbg:#dff3e7; --grey:#eceff2; }
-@media (prefers-color-scheme: dark) { :root { --bg:#15191d; --fg:#e4e8ec; --dim:#9aa7b3; --line:#343c44; --card:#1d2329; --box:#232a31;
-  --blue:#7cbcf5; --bluebg:#17364f; --red:#f0938a; --redbg:#4a211d; --amber:#e8c063; --amberbg:#40330f; --green:#7dd3a0;
+:root { --bg:#fbfbfa; --fg:#1d2329; --dim:#5d6a75; --line:#d9dee3; --card:#fff; --box:#fff; --blue:#1c6dbd;
+  --bluebg:#dcecfb;
+  --red:#b3352b; --redbg:#fbe6e3; --amber:#8a6100; --amberbg:#fdf0cf; --green:#1d7a46; --greenbg:#dff3e7;
+  --grey:#eceff2; }
+@media (prefers-color-scheme: dark) { :root { --bg:#15191d; --fg:#e4e8ec; --dim:#9aa7b3; --line:#343c44;
+  --card:#1d2329; --box:#232a31;
+  --blue:#7cbcf5; --bluebg:#17364f; --red:#f0938a; --redbg:#4a211d; --amber:#e8c063; --amberbg:#40330f;
+  --green:#7dd3a0;
   --greenbg:#173a27; --grey:#2b333a; } }
 * { box-sizing:border-box; }
 body { margin:0; background:var(--bg); color:var(--fg); font:15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
 header, main { max-width:1480px; margin:0 auto; padding:0 20px; }
-h1 { font-size:1.6em; margin:28px 0 4px; } h2 { margin:40px 0 12px; font-size:1.3em; border-top:1px solid var(--line); padding-top:24px; }
+h1 { font-size:1.6em; margin:28px 0 4px; } h2 { margin:40px 0 12px; font-size:1.3em;
+  border-top:1px solid var(--line); padding-top:24px; }
 h3 { margin:30px 0 8px; font-size:1.05em; }
 .lead { font-size:1.1em; margin:4px 0; } .meta, .legend, .note, .key { color:var(--dim); font-size:.87em; }
 a { color:var(--blue); text-decoration:none; } a:hover { text-decoration:underline; }
 code, pre { font-family:ui-monospace, "DejaVu Sans Mono", monospace; font-size:.86em; }
 .cards { display:grid; grid-template-columns:repeat(auto-fit, minmax(150px, 1fr)); gap:10px; margin-top:18px; }
-.card { background:var(--card); border:1px solid var(--line); border-radius:8px; padding:10px 14px; display:flex; flex-direction:column; }
+.card { background:var(--card); border:1px solid var(--line); border-radius:8px; padding:10px 14px; display:flex;
+  flex-direction:column; }
 .card span { color:var(--dim); font-size:.82em; } .card b { font-size:1.35em; } .card small { color:var(--dim); }
 .scroll { overflow-x:auto; }
 table { border-collapse:collapse; font-size:.87em; background:var(--card); }
-th, td { text-align:left; padding:4px 10px; border-bottom:1px solid var(--line); vertical-align:top; white-space:nowrap; }
+th, td { text-align:left; padding:4px 10px; border-bottom:1px solid var(--line); vertical-align:top;
+  white-space:nowrap; }
 td:last-child { white-space:normal; min-width:300px; }
 .timings td:last-child, details table td:last-child { min-width:0; } th { color:var(--dim); font-weight:600; }
 .tag { border-radius:4px; padding:1px 7px; font-size:.85em; background:var(--grey); white-space:nowrap; }
 .tag.sals, .tag.exact, .tag.reconstruct { background:var(--greenbg); color:var(--green); }
-.tag.declined { background:var(--redbg); color:var(--red); } .tag.dense { background:var(--amberbg); color:var(--amber); }
+.tag.declined { background:var(--redbg); color:var(--red); } .tag.dense { background:var(--amberbg);
+  color:var(--amber); }
 details { background:var(--card); border:1px solid var(--line); border-radius:8px; margin:8px 0; padding:0 14px; }
 summary { cursor:pointer; padding:9px 0; } details[open] { padding-bottom:12px; }
 details p { margin:2px 0 8px; color:var(--dim); font-size:.9em; }
-.pair { display:grid; grid-template-columns:repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap:14px; align-items:start; }
+.pair { display:grid; grid-template-columns:repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap:14px;
+  align-items:start; }
 figure { margin:0; min-width:0; } figcaption { color:var(--dim); font-size:.85em; }
 pre { margin:0; line-height:1.4; }
 svg { display:block; }
 @media (min-width:900px) { .pair svg { max-width:100%; height:auto; } }
-svg text { font:11px ui-monospace, "DejaVu Sans Mono", monospace; text-anchor:middle; fill:var(--fg); } svg text.d { font-size:9.5px; fill:var(--dim); }
-svg path.e { fill:none; stroke:var(--dim); stroke-opacity:.55; } svg path.state { stroke:var(--amber); stroke-dasharray:1 3; }
+svg text { font:11px ui-monospace, "DejaVu Sans Mono", monospace; text-anchor:middle; fill:var(--fg); }
+  svg text.d { font-size:9.5px; fill:var(--dim); }
+svg path.e { fill:none; stroke:var(--dim); stroke-opacity:.55; } svg path.state { stroke:var(--amber);
+  stroke-dasharray:1 3; }
 svg rect { fill:var(--box); stroke:var(--dim); stroke-opacity:.6; }
 svg .edge rect, svg .input rect { fill:var(--grey); } svg .state rect { fill:var(--amberbg); stroke:var(--amber); }
 svg .anchor rect { fill:var(--redbg); stroke:var(--red); } svg .sals rect { fill:var(--bluebg); stroke:var(--blue); }
 svg .op.changed rect, svg .anchor.changed rect { stroke:var(--red); stroke-dasharray:4 3; stroke-opacity:1; }
 svg.after .op.changed rect { stroke:var(--blue); stroke-dasharray:none; stroke-width:2; }
 svg .sals.changed rect { stroke-width:2; stroke-opacity:1; }
-.k { border:1px solid var(--line); border-radius:4px; padding:1px 8px; margin-right:6px; display:inline-block; color:var(--fg); }
-.k.state { background:var(--amberbg); } .k.anchor { background:var(--redbg); } .k.sals { background:var(--bluebg); } .k.input { background:var(--grey); }
+.k { border:1px solid var(--line); border-radius:4px; padding:1px 8px; margin-right:6px; display:inline-block;
+  color:var(--fg); }
+.k.state { background:var(--amberbg); } .k.anchor { background:var(--redbg); } .k.sals { background:var(--bluebg); }
+  .k.input { background:var(--grey); }
 .k.gone { border:1px dashed var(--red); } .k.new { border:2px solid var(--blue); }
 .timings td { border:0; } td.num { text-align:right; } td.bar { width:240px; }
 td.bar i { display:block; height:10px; margin-top:6px; background:var(--blue); border-radius:3px; min-width:1px; }

@@ -1,4 +1,5 @@
-"""MLIR of the rewritten graph: ``export`` gives text, ``torch.compile(..., options={"lowering": "mlir"})`` runs it through IREE on a CPU.
+"""MLIR of the rewritten graph: ``export`` gives text, ``torch.compile(..., options={"lowering": "mlir"})`` runs it
+through IREE on a CPU.
 
 Needs the extra ``mlir``: PyPI ``torch-mlir``, and to run, ``iree-base-compiler`` and ``iree-base-runtime``.
 """
@@ -18,10 +19,12 @@ DIALECTS = ("torch", "linalg")
 def export(
     fn: Callable[..., Any], *args: Any, dialect: str = "torch", options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> str:
-    """MLIR text of the graph that ``fn(*args, **kwargs)`` becomes: its sparse variant, ``sals`` operators by their reference meaning.
+    """MLIR text of the graph that ``fn(*args, **kwargs)`` becomes: its sparse variant, ``sals`` operators by their
+    reference meaning.
 
-    The function ``main`` takes the tensors that the rewritten graph reads, in order (the graph's own inputs, then the state tensors of
-    ``GraphReport.state_inputs``), and returns the graph's tensors followed by the new contents of every input that the graph writes.
+    The function ``main`` takes the tensors that the rewritten graph reads, in order (the graph's own inputs, then the
+    state tensors of ``GraphReport.state_inputs``), and returns the graph's tensors followed by the new contents of
+    every input that the graph writes.
 
     Args:
         fn, args, kwargs: a call to compile, as for :func:`sals_compile.explain`; shapes are taken as they are (static).

@@ -1,11 +1,12 @@
 """Pictures of graphs: a small layered drawing as SVG for the page, and Graphviz through pydot for whole graphs.
 
-The layered drawing follows Sugiyama, Tagawa and Toda (1981): layers by longest path, dummy points on long edges, a few barycentre sweeps for the
-order within layers, and horizontal positions by averaging over neighbours.
+The layered drawing follows Sugiyama, Tagawa and Toda (1981): layers by longest path, dummy points on long edges, a few
+barycentre sweeps for the order within layers, and horizontal positions by averaging over neighbours.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,9 +37,15 @@ _SHORT = {
 }
 
 
+#: Suffixes that :func:`draw` writes.
+DRAWN = (".svg", ".png", ".pdf", ".dot")
+
+
 @dataclass
 class Box:
-    """A node of a picture. ``kind`` is a CSS class: ``input``, ``state``, ``op``, ``anchor``, ``sals``, ``edge`` (where the picture ends)."""
+    """A node of a picture. ``kind`` is a CSS class: ``input``, ``state``, ``op``, ``anchor``, ``sals``, ``edge`` (where
+    the picture ends).
+    """
 
     label: str
     detail: str = ""
@@ -71,7 +78,9 @@ def describe(value: Any) -> str:
 
 
 def replacement(site: AttentionSite, after: GraphModule) -> Node | None:
-    """The node of ``after`` that stands where the site's output stood (they share the names of the nodes that were kept)."""
+    """The node of ``after`` that stands where the site's output stood (they share the names of the nodes that were
+    kept).
+    """
     twins = {n.name: n for n in after.graph.nodes}
     for user in site.output.users:
         twin = twins.get(user.name)
@@ -91,7 +100,9 @@ def _inputs(node: Node) -> list[Node]:
 
 
 def nodes_of_site(site: AttentionSite, after: GraphModule) -> list[Node]:
-    """Nodes of ``after`` between the site's inputs and what replaced its output, with the writes to its state, in graph order."""
+    """Nodes of ``after`` between the site's inputs and what replaced its output, with the writes to its state, in graph
+    order.
+    """
     output = replacement(site, after)
     if output is None:
         return []
@@ -111,7 +122,9 @@ def _edge_nodes(site: AttentionSite) -> list[Node]:
 
 
 def before_picture(site: AttentionSite, after: GraphModule) -> Picture:
-    """The site as the model spelled it; views are contracted into edges, boxes that the rewrite removed are marked ``changed``."""
+    """The site as the model spelled it; views are contracted into edges, boxes that the rewrite removed are marked
+    ``changed``.
+    """
     kept = {n.name for n in after.graph.nodes}
     nodes = ancestors([site.output, *record_nodes(site)], _edge_nodes(site))
     stores = [s for c in (site.key_cache, site.value_cache) if c is not None for s in c.stores]
@@ -203,7 +216,7 @@ _STATE = {
 
 def _without_overload(name: str) -> str:
     base, _, overload = name.rpartition(".")
-    return base if base and base != "sals" and overload[:1].isupper() or overload in ("int", "dim", "self") else name
+    return base if (base and base != "sals" and overload[:1].isupper()) or overload in ("int", "dim", "self") else name
 
 
 def _title(node: Node) -> str:
@@ -220,7 +233,9 @@ _CHARACTER, _HEIGHT, _GAP, _RISE, _MARGIN = 6.3, 34.0, 14.0, 30.0, 8.0
 
 
 def svg(picture: Picture, title: str, side: str = "") -> str:
-    """The picture as an ``<svg>`` element of class ``side``, styled by the classes of its boxes. Empty pictures give ``""``."""
+    """The picture as an ``<svg>`` element of class ``side``, styled by the classes of its boxes. Empty pictures give
+    ``""``.
+    """
     if not picture.boxes:
         return ""
     layers, edges = _layers(picture)
@@ -233,14 +248,14 @@ def svg(picture: Picture, title: str, side: str = "") -> str:
     x = {k: c - left + _MARGIN for k, c in centre.items()}
     y = {k: _MARGIN + i * (_HEIGHT + _RISE) for k, i in row.items()}
     parts = [
-        f'<svg class="{side}" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" role="img" '
-        f'aria-label="{escape(title, quote=True)}">'
+        f'<svg class="{side}" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
+        f'role="img" aria-label="{escape(title, quote=True)}">'
     ]
     paths = []
     for chain in edges:
         start, end = chain[0], chain[-1]
         path = [f"M{x[start]:.0f} {y[start] + _HEIGHT:.0f}"]
-        for above, below in zip(chain, chain[1:], strict=False):
+        for above, below in itertools.pairwise(chain):
             top = y[above] + _HEIGHT  # a dummy point is as tall as a box: the edge runs straight through its row
             if above != start:
                 path.append(f"L{x[above]:.0f} {top:.0f}")
@@ -299,7 +314,7 @@ def _layers(picture: Picture) -> tuple[list[list[str]], list[list[str]]]:
     up: dict[str, list[str]] = {}
     down: dict[str, list[str]] = {}
     for chain in chains:
-        for first, second in zip(chain, chain[1:], strict=False):
+        for first, second in itertools.pairwise(chain):
             up.setdefault(second, []).append(first)
             down.setdefault(first, []).append(second)
     for sweep in range(8):
@@ -338,7 +353,7 @@ def _positions(
     """Horizontal centre of each key: pulled to the mean of its neighbours, kept apart within its layer."""
     neighbours: dict[str, list[str]] = {}
     for chain in chains:
-        for first, second in zip(chain, chain[1:], strict=False):
+        for first, second in itertools.pairwise(chain):
             neighbours.setdefault(first, []).append(second)
             neighbours.setdefault(second, []).append(first)
     centre: dict[str, float] = {}
@@ -358,7 +373,9 @@ def _positions(
 def _spread(
     layer: Sequence[str], wanted: Mapping[str, float], centre: dict[str, float], widths: Mapping[str, float]
 ) -> None:
-    """Place a layer at the wanted positions, keeping its order and the gaps: the mean of packing from the left and from the right."""
+    """Place a layer at the wanted positions, keeping its order and the gaps: the mean of packing from the left and from
+    the right.
+    """
 
     def packed(keys: Sequence[str], sign: float) -> dict[str, float]:
         placed: dict[str, float] = {}
@@ -374,7 +391,7 @@ def _spread(
         centre[key] = (from_left[key] + from_right[key]) / 2
 
 
-# ---- Graphviz ---------------------------------------------------------------------------------------------------------
+# ---- Graphviz --------------------------------------------------------------------------------------------------------
 
 
 def draw(gm: GraphModule, path: str | os.PathLike[str]) -> None:
@@ -385,8 +402,8 @@ def draw(gm: GraphModule, path: str | os.PathLike[str]) -> None:
         raise ImportError("drawing needs pydot: pip install 'sals-compile[plots]' (and Graphviz's `dot`)") from error
     from .report import operation
 
-    suffix = Path(path).suffix.removeprefix(".").lower()
-    if suffix not in ("svg", "png", "pdf", "dot"):
+    suffix = Path(path).suffix.lower()
+    if suffix not in DRAWN:
         raise ValueError(f"draw: cannot write {os.fspath(path)!r}; the suffix must be .svg, .png, .pdf or .dot")
     drawing = pydot.Dot("graph", graph_type="digraph", rankdir="TB")
     drawing.set_node_defaults(shape="box", fontname="sans-serif", fontsize="10", style="filled", fillcolor="white")
@@ -395,7 +412,7 @@ def draw(gm: GraphModule, path: str | os.PathLike[str]) -> None:
         if node not in used:
             continue
         label = f"{operation(node) if node.op != 'placeholder' else node.name}\\n{describe(node.meta.get('val'))}"
-        style = {}
+        style: dict[str, Any] = {}
         if ops.is_sals(node.target):
             style = {"fillcolor": "#cfe8ff", "color": "#1f6fb2"}
         elif node.op == "placeholder":
@@ -403,13 +420,12 @@ def draw(gm: GraphModule, path: str | os.PathLike[str]) -> None:
         drawing.add_node(pydot.Node(node.name, label=f'"{label}"', **style))
         for source in node.all_input_nodes:
             drawing.add_edge(pydot.Edge(source.name, node.name))
-    if suffix == "dot":
+    if suffix == ".dot":
         Path(path).write_text(drawing.to_string(), encoding="utf-8")
         return
     try:
-        drawing.write(os.fspath(path), format=suffix)
+        drawing.write(os.fspath(path), format=suffix.removeprefix("."))
     except (FileNotFoundError, AssertionError) as error:
         raise RuntimeError(
-            "drawing needs Graphviz's `dot` program on the PATH (Debian: apt install graphviz; macOS: brew install graphviz); "
-            "a .dot file needs no program"
+            "drawing needs Graphviz's `dot` program on the PATH (apt install graphviz); a .dot file needs no program"
         ) from error

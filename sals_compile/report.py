@@ -1,4 +1,6 @@
-"""What the compiler did: sites, graphs, bytes, timings; as objects, a readable table, a networkx graph, a picture or an HTML page."""
+"""What the compiler did: sites, graphs, bytes, timings; as objects, a readable table, a networkx graph, a picture or an
+HTML page.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _reports: deque[GraphReport] = deque(maxlen=64)
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One attention site: ``status`` is ``sals``, ``reconstruct``, ``exact``, ``dense`` or ``declined``, ``reason`` says why."""
+    """One attention site: ``status`` is ``sals``, ``reconstruct``, ``exact``, ``dense`` or ``declined``, ``reason``
+    says why.
+    """
 
     name: str
     status: str
@@ -51,7 +55,8 @@ class SiteReport:
     verified_error: float | None = None
     kv_bytes_per_token: float = 0.0
     dense_bytes_per_token: float = 0.0
-    #: of a declined site: what would make it match ("" where nobody knows), and the node at which the nearest match failed
+    #: of a declined site: what would make it match ("" where nobody knows), and the node at which the nearest match
+    #: failed
     remedy: str = ""
     node: str = ""
 
@@ -62,7 +67,8 @@ class GraphReport:
     Attributes:
         sites: a :class:`SiteReport` per attention site, declined ones included.
         timings: seconds per pass.
-        graph_before, graph_after: the ATen graph as matched, and as rewritten (FX modules that run; the latter takes the state tensors
+        graph_before, graph_after: the ATen graph as matched, and as rewritten (FX modules that run; the latter takes
+        the state tensors
             of ``state_inputs`` after the graph's own inputs).
     """
 
@@ -112,14 +118,18 @@ class GraphReport:
         return sum(s.verified_error is not None for s in self.sites)
 
     def kv_bytes_per_token(self) -> dict[str, float]:
-        """KV-cache bytes per token and batch row over all cached sites, at the cache's capacity: ``dense`` and ``sals``.
+        """KV-cache bytes per token and batch row over all cached sites, at the cache's capacity: ``dense`` and
+        ``sals``.
 
-        Counted in ``sals``: latents and their scales, value codes and scales, the exact rings, and rotary rows with their block means.
+        Counted in ``sals``: latents and their scales, value codes and scales, the exact rings, and rotary rows with
+        their block means.
         """
         return kv_bytes_per_token(self._compiled.plans, self._compiled.groups, self.config)
 
     def rewritten_with_values(self) -> Rewritten:
-        """A copy of the rewritten graph in which every node has a fake tensor (``meta["val"]``), new nodes and state inputs included."""
+        """A copy of the rewritten graph in which every node has a fake tensor (``meta["val"]``), new nodes and state
+        inputs included.
+        """
         rewritten = self._compiled.rewrite("sparse")
         propagate_values(self._compiled, rewritten)
         return rewritten
@@ -137,9 +147,10 @@ class GraphReport:
     def to_networkx(self) -> networkx.DiGraph:
         """The graph before and after as one ``networkx.DiGraph``: nodes by FX name, edges from producer to user.
 
-        Node attributes: ``op`` (``aten.mm``, ``sals.score``, ``input``, ``output``), ``shape`` (tuple, or None for what is no tensor),
-        ``dtype`` (str), ``site`` (name of the attention site whose subgraph it belongs to, or ""), ``before`` and ``after`` (whether it is in
-        the graph as matched, and as rewritten). Edges carry ``before`` and ``after`` too.
+        Node attributes: ``op`` (``aten.mm``, ``sals.score``, ``input``, ``output``), ``shape`` (tuple, or None for
+        what is no tensor), ``dtype`` (str), ``site`` (name of the attention site whose subgraph it belongs to, or ""),
+        ``before`` and ``after`` (whether it is in the graph as matched, and as rewritten). Edges carry ``before`` and
+        ``after`` too.
         """
         import networkx
 
@@ -184,10 +195,12 @@ class GraphReport:
         return belongs
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draw the rewritten graph with Graphviz; the format is the suffix of ``path`` (``.svg``, ``.png``, ``.pdf``, ``.dot``).
+        """Draw the rewritten graph with Graphviz; the format is the suffix of ``path`` (``.svg``, ``.png``, ``.pdf``,
+        ``.dot``).
 
-        ``sals`` operators are filled, state inputs are ellipses. Raises ``ImportError`` without pydot, ``RuntimeError`` without Graphviz's ``dot``
-        (``.dot`` needs neither program nor layout), ``ValueError`` for a suffix that Graphviz cannot write.
+        ``sals`` operators are filled, state inputs are ellipses. Raises ``ImportError`` without pydot,
+        ``RuntimeError`` without Graphviz's ``dot`` (``.dot`` needs neither program nor layout), ``ValueError`` for a
+        suffix that Graphviz cannot write.
         """
         from .picture import draw
 
@@ -250,8 +263,8 @@ class Explanation:
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write one self-contained page (no network, no script needed to read it) about every graph traced.
 
-        It shows the sites with their reasons and nearest misses, the graph before and after around each site, mask and score expressions,
-        bytes per token, the options, the generated kernels and the pass timings.
+        It shows the sites with their reasons and nearest misses, the graph before and after around each site, mask and
+        score expressions, bytes per token, the options, the generated kernels and the pass timings.
         """
         from .html import page
 
@@ -267,7 +280,9 @@ class Explanation:
 
 
 def record(report: GraphReport) -> None:
-    """Keep a report for :func:`compiled_reports`, and log it: one line at INFO, the reasons at DEBUG (logger ``sals_compile``)."""
+    """Keep a report for :func:`compiled_reports`, and log it: one line at INFO, the reasons at DEBUG (logger
+    ``sals_compile``).
+    """
     _reports.append(report)
     if not log.isEnabledFor(logging.INFO):
         return
@@ -295,8 +310,9 @@ def compiled_reports() -> list[GraphReport]:
 def explain(fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Explanation:
     """Match and rewrite ``fn(*args, **kwargs)`` without compiling it, and report what would become of its attention.
 
-    The call runs once, dense and uncompiled, on copies of the arguments, so that nothing of the caller's (a KV cache, say) changes. ``options`` are
-    those of :class:`sals_compile.SalsConfig`. Raises :class:`sals_compile.OptionError` for a bad option.
+    The call runs once, dense and uncompiled, on copies of the arguments, so that nothing of the caller's (a KV cache,
+    say) changes. ``options`` are those of :class:`sals_compile.SalsConfig`. Raises :class:`sals_compile.OptionError`
+    for a bad option.
     """
     from .backend import sals
 
@@ -332,7 +348,9 @@ def operation(node: Node) -> str:
 
 
 def propagate_values(compiled: CompiledGraph, rewritten: Rewritten) -> None:
-    """Give the nodes of a rewritten graph that have no fake value one, in ``meta["val"]``. What cannot be propagated stays without."""
+    """Give the nodes of a rewritten graph that have no fake value one, in ``meta["val"]``. What cannot be propagated
+    stays without.
+    """
     hints = [_Hint.of(n.meta.get("val")) for n in compiled.placeholders]
     inputs = iter(rewritten.inputs)
     state: dict[Any, Any] = {}

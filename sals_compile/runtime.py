@@ -31,7 +31,7 @@ from .cache import (
     storage_key,
 )
 from .config import SalsConfig
-from .kernels import ops, reference
+from .kernels import reference
 from .passes.graph import ancestors
 from .passes.ir import SitePlan
 from .passes.lower import compile_context, lower
@@ -290,35 +290,6 @@ class CompiledGraph:
         self.pending = (cache, buffers)
         return outputs
 
-    def _releases(self, buffers: Sequence[Tensor]) -> bool:
-        """Whether this graph's buffers are freed while their cache is sparse."""
-        return self.config.release_dense and all(b.is_cuda for b in buffers)
-
-    def _restore(self, cache: AdoptedCache, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Back to dense: released buffers get their storage and the rebuilt tokens again."""
-        cache.phase = "dense"
-        for position, index in enumerate(self.cached):
-            key, value = keys[position], values[position]
-            if key.untyped_storage().nbytes():
-                continue
-            reclaim(key)
-            reclaim(value)
-            site, memory, rows = self.plans[index].site, self.memories[index], cache.rows_of[storage_key(key)]
-            latents = cache.latents[storage_key(key)]
-            assert site.key_cache is not None and site.value_cache is not None
-            rebuilt = ops.operator("materialize")(
-                *vars(latents).values(),
-                rows.ring_slots,
-                rows.cos,
-                rows.sin,
-                memory.tensors["decoder"],
-                memory.tensors["value_transform"],
-                site.key_cache.capacity,
-                site.rotary_form,
-            )
-            key.copy_(site.key_cache.layout.from_roles(rebuilt[0]))
-            value.copy_(site.value_cache.layout.from_roles(rebuilt[1]))
-
     def inspect(self, args: Sequence[Any]) -> None:
         """Before AOT's prologue, which counts our own writes: notice whether somebody else wrote to the buffers."""
         if self.cached:
@@ -492,9 +463,6 @@ class CompiledGraph:
                     latents = Latents.allocate(plan, key.shape[0], capacity, self.config, key.device)
                     cache.latents[at] = latents
                 import_dense(plan, key, value, rows, latents, memory, slots)
-                if self._releases([keys[position], values[position]]):
-                    release(keys[position])
-                    release(values[position])
             for rows in cache.rows:
                 window = rows.ring_slots.shape[1]
                 recent = torch.arange(max(0, count - window), count, device=rows.ring_slots.device)
@@ -545,16 +513,14 @@ class CompiledGraph:
         if any(not self._holds(g, args) for g in variant.guards):
             variant = self._variant("dense", {"cache": cache}, args)
             if cache is not None:
-                keys, values, _ = self._buffers(args)
-                self._restore(cache, keys, values)
+                cache.phase = "dense"
         if cache is None:
             extra = [self._state(e, None, args) for e in variant.rewritten.inputs]
         else:  # hundreds of tensors that stay the same from token to token
             extra = cache.inputs.get(variant)
             if extra is None:
                 extra = cache.inputs[variant] = [self._state(e, cache, args) for e in variant.rewritten.inputs]
-        kept = variant.rewritten.kept
-        return variant.call([*(args if len(kept) == len(args) else (args[p] for p in kept)), *extra])
+        return variant.call([*args, *extra])
 
     def _holds(self, guard: Any, args: Sequence[Any]) -> bool:
         value = self.sizes.substitute(guard, args)
@@ -600,7 +566,7 @@ class CompiledGraph:
         return variant
 
     def _lower(self, rewritten: Rewritten, extra: Sequence[Tensor]) -> Variant:
-        inputs: list[Any] = [self.placeholders[p].meta["val"] for p in rewritten.kept]
+        inputs: list[Any] = [n.meta["val"] for n in self.placeholders]
         environment = getattr(self.fake_mode, "shape_env", None)
         known = len(environment.guards) if environment is not None else 0
         with compile_context(self.fake_mode):
@@ -608,8 +574,7 @@ class CompiledGraph:
                 inputs += [self.fake_mode.from_tensor(t, static_shapes=True) for t in extra]
             else:
                 inputs += list(extra)
-            moving = [p for p in rewritten.kept if p not in self.static]
-            static = [i for i, p in enumerate(rewritten.kept) if p not in moving] + list(range(len(rewritten.kept), len(inputs)))
+            static = [*sorted(self.static), *range(len(self.placeholders), len(inputs))]
             call = lower(rewritten.gm, inputs, self.config, self.mode, static)
         guards = [g.expr for g in environment.guards[known:]] if environment is not None else []
         return Variant(rewritten, call, guards)

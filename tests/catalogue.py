@@ -1,7 +1,9 @@
-"""Models that people run, tiny and with random weights: what the compiler finds in each (``sals doctor --models``, and the README's table).
+"""Models that people run, tiny and with random weights: what the compiler finds in each (``sals doctor --models``, and
+the README's table).
 
-An :class:`Entry` builds a model and drives it: a prefill and cached decode where the model has a cache, one forward where it has none. ``sites``
-is what each graph must hold rewritten; ``declined`` a part of the reason that each declined site must give.
+An :class:`Entry` builds a model and drives it: a prefill and cached decode where the model has a cache, one forward
+where it has none. ``sites`` is what each graph must hold rewritten; ``declined`` a part of the reason that each
+declined site must give.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """``build()`` gives the module; ``drive(module, call)`` calls ``call`` (the compiled module, or itself) and returns what to compare."""
+    """``build()`` gives the module; ``drive(module, call)`` calls ``call`` (the compiled module, or itself) and returns
+    what to compare."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -206,46 +209,162 @@ class FlexAttention(nn.Module):
 
 _BOTH = ("sdpa", "eager")
 _ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-_GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2}
+_GPT = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 ENTRIES: tuple[Entry, ...] = (
     Entry("Llama", _transformers("LlamaForCausalLM", **_config(**_GROUPED)), decode, 2, implementations=_BOTH),
-    Entry("Mistral", _transformers("MistralForCausalLM", **_config(sliding_window=16, **_GROUPED)), decode, 2, implementations=_BOTH),
+    Entry(
+        "Mistral",
+        _transformers("MistralForCausalLM", **_config(sliding_window=16, **_GROUPED)),
+        decode,
+        2,
+        implementations=_BOTH,
+    ),
     Entry("Qwen2", _transformers("Qwen2ForCausalLM", **_config(**_GROUPED)), decode, 2, implementations=_BOTH),
-    Entry("Qwen3", _transformers("Qwen3ForCausalLM", **_config(head_dim=8, **_GROUPED)), decode, 2, implementations=_BOTH),
-    Entry("Gemma2", _transformers("Gemma2ForCausalLM", **_config(head_dim=8, sliding_window=16, **_GROUPED)), decode, 2, implementations=("eager",)),
+    Entry(
+        "Qwen3", _transformers("Qwen3ForCausalLM", **_config(head_dim=8, **_GROUPED)), decode, 2, implementations=_BOTH
+    ),
+    Entry(
+        "Gemma2",
+        _transformers("Gemma2ForCausalLM", **_config(head_dim=8, sliding_window=16, **_GROUPED)),
+        decode,
+        2,
+        implementations=("eager",),
+    ),
     Entry("GPT-NeoX", _transformers("GPTNeoXForCausalLM", **_config()), decode, 2, implementations=_BOTH),
     Entry("GPT-J", _transformers("GPTJForCausalLM", rotary_dim=4, **_GPT), decode, 2, implementations=("eager",)),
-    Entry("Phi-3", _transformers("Phi3ForCausalLM", **_config(original_max_position_embeddings=128, **_GROUPED)), decode, 2, implementations=_BOTH),
-    Entry("Falcon", _transformers("FalconForCausalLM", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4), decode, 2, implementations=_BOTH),
-    Entry("BLOOM", _transformers("BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4), decode, 2),
+    Entry(
+        "Phi-3",
+        _transformers("Phi3ForCausalLM", **_config(original_max_position_embeddings=128, **_GROUPED)),
+        decode,
+        2,
+        implementations=_BOTH,
+    ),
+    Entry(
+        "Falcon",
+        _transformers(
+            "FalconForCausalLM", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+        ),
+        decode,
+        2,
+        implementations=_BOTH,
+    ),
+    Entry(
+        "BLOOM",
+        _transformers("BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+        decode,
+        2,
+    ),
     Entry("GPT-2", _transformers("GPT2LMHeadModel", **_GPT), decode, 2, implementations=_BOTH),
-    Entry("gpt-oss", _transformers("GptOssForCausalLM", **_config(head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=16, **_GROUPED)), decode, 2, implementations=("eager",)),
-    Entry("Llama, whole sequence", _transformers("LlamaForCausalLM", **_config(**_GROUPED)), forward_whole, 2, implementations=_BOTH),
+    Entry(
+        "gpt-oss",
+        _transformers(
+            "GptOssForCausalLM",
+            **_config(head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=16, **_GROUPED),
+        ),
+        decode,
+        2,
+        implementations=("eager",),
+    ),
+    Entry(
+        "Llama, whole sequence",
+        _transformers("LlamaForCausalLM", **_config(**_GROUPED)),
+        forward_whole,
+        2,
+        implementations=_BOTH,
+    ),
     Entry("BERT", _transformers("BertModel", vocab_size=VOCABULARY, **_ENCODER), forward_ids, 2, implementations=_BOTH),
-    Entry("T5", _transformers("T5Model", vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4), forward_pair, 6),
-    Entry("ViT", _transformers("ViTModel", image_size=16, patch_size=4, **_ENCODER), forward_pixels, 2, implementations=_BOTH),
+    Entry(
+        "T5",
+        _transformers("T5Model", vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
+        forward_pair,
+        6,
+    ),
+    Entry(
+        "ViT",
+        _transformers("ViTModel", image_size=16, patch_size=4, **_ENCODER),
+        forward_pixels,
+        2,
+        implementations=_BOTH,
+    ),
     Entry(
         "Whisper",
-        _transformers("WhisperModel", vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=16, max_source_positions=32, max_target_positions=32, pad_token_id=0, decoder_start_token_id=1),
+        _transformers(
+            "WhisperModel",
+            vocab_size=VOCABULARY,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            num_mel_bins=16,
+            max_source_positions=32,
+            max_target_positions=32,
+            pad_token_id=0,
+            decoder_start_token_id=1,
+        ),
         forward_audio,
         3,
         implementations=_BOTH,
     ),
     Entry("Llama, original complex form", ComplexLlamaAttention, decode_hidden, 1),
     Entry("nn.MultiheadAttention", SelfAttention, forward_hidden, 1),
-    Entry("nn.TransformerEncoderLayer", lambda: nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), forward_hidden, 1),
+    Entry(
+        "nn.TransformerEncoderLayer", lambda: nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), forward_hidden, 1
+    ),
     Entry("FlexAttention", FlexAttention, forward_hidden, 1),
     Entry(
         "DeBERTa-v2",
-        _transformers("DebertaV2Model", vocab_size=VOCABULARY, relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=16, position_biased_input=False, **_ENCODER),
+        _transformers(
+            "DebertaV2Model",
+            vocab_size=VOCABULARY,
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            max_relative_positions=16,
+            position_biased_input=False,
+            **_ENCODER,
+        ),
         forward_ids,
         2,
     ),
-    Entry("Longformer", _transformers("LongformerModel", vocab_size=VOCABULARY, attention_window=4, max_position_embeddings=64, **_ENCODER), forward_ids, 0, declined="no matrix product leads here"),
+    Entry(
+        "Longformer",
+        _transformers(
+            "LongformerModel", vocab_size=VOCABULARY, attention_window=4, max_position_embeddings=64, **_ENCODER
+        ),
+        forward_ids,
+        0,
+        declined="no matrix product leads here",
+    ),
     Entry(
         "DeepSeek-V3",
-        _transformers("DeepseekV3ForCausalLM", **_config(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4)),
+        _transformers(
+            "DeepseekV3ForCausalLM",
+            **_config(
+                moe_intermediate_size=16,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=2,
+                q_lora_rank=16,
+                kv_lora_rank=16,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=8,
+                v_head_dim=8,
+                num_key_value_heads=4,
+            ),
+        ),
         decode,
         2,
         implementations=("eager",),

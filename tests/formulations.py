@@ -1,8 +1,9 @@
-"""Attention in every spelling: a grammar that writes attention modules, and knows what the compiler ought to find in each.
+"""Attention in every spelling: a grammar that writes attention modules, and knows what the compiler ought to find in
+each.
 
-A :class:`Spec` names one choice per concern (product, scale, mask, rotary, heads, cache, ...); :class:`Formulation` is the module that makes those
-choices; :func:`specs` draws them. :func:`intended_mask` is the truth table that the mask of the record must have. Adding a spelling is adding a
-name to a table and a branch to the method that spells it.
+A :class:`Spec` names one choice per concern (product, scale, mask, rotary, heads, cache, ...); :class:`Formulation` is
+the module that makes those choices; :func:`specs` draws them. :func:`intended_mask` is the truth table that the mask of
+the record must have. Adding a spelling is adding a name to a table and a branch to the method that spells it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,31 @@ from torch import Tensor, nn
 import sals_compile
 from sals_compile.kernels.index_expr import TRUE, evaluate
 
-PRODUCTS = ("sdpa", "sdpa_3d", "matmul", "bmm", "baddbmm", "einsum", "einsum_tokens_first", "grouped_matmul", "grouped_einsum")
+PRODUCTS = (
+    "sdpa",
+    "sdpa_3d",
+    "matmul",
+    "bmm",
+    "baddbmm",
+    "einsum",
+    "einsum_tokens_first",
+    "grouped_matmul",
+    "grouped_einsum",
+)
 REPEATS = ("expand", "interleave", "gqa", "broadcast")
 SCALES = ("default", "scores_mul", "scores_div", "query", "key", "split", "tensor", "constant_tensor", "none")
-MASKS = ("none", "is_causal", "causal", "sliding", "chunked", "prefix", "padding", "causal_padding", "tril_buffer", "given")
+MASKS = (
+    "none",
+    "is_causal",
+    "causal",
+    "sliding",
+    "chunked",
+    "prefix",
+    "padding",
+    "causal_padding",
+    "tril_buffer",
+    "given",
+)
 MASK_STYLES = ("bool", "where", "masked_fill", "additive", "additive_other_dtype", "inverted", "added_first")
 SOFTMAXES = ("plain", "fp32", "dtype", "function", "decomposed", "guarded", "shifted")
 ROTARIES = (
@@ -46,7 +68,8 @@ WINDOW, CHUNK, PREFIX = 3, 4, 2
 
 @dataclass(frozen=True)
 class Spec:
-    """One formulation. Sizes as in DESIGN section 1; ``cache`` none means whole-sequence attention over this call's own keys."""
+    """One formulation. Sizes as in DESIGN section 1; ``cache`` none means whole-sequence attention over this call's own
+    keys."""
 
     batch: int = 2
     length: int = 5
@@ -133,9 +156,8 @@ def _normal(spec: dict[str, Any]) -> Spec:
         s["mask_style"] = "additive"
     if (s["softcap"] or s["scale"] == "tensor") and s["mask_style"] == "added_first":
         s["mask_style"] = "additive"
-    if s["cache"] != "none":
-        if s["mask"] in ("none", "padding", "is_causal", "given"):  # unwritten slots must be masked
-            s["mask"] = "causal"
+    if s["cache"] != "none" and s["mask"] in ("none", "padding", "is_causal", "given"):
+        s["mask"] = "causal"  # unwritten slots must be masked
     if s["softmax"] in ("guarded",) and s["mask"] in ("none",):
         s["softmax"] = "plain"
     if "einsum" in s["product"] and s["cache"] == "none":  # over one token einsum multiplies, element by element
@@ -182,7 +204,7 @@ def specs(**fixed: Any) -> st.SearchStrategy[Spec]:
     return st.fixed_dictionaries(choices).map(_normal)
 
 
-# ---- the module ---------------------------------------------------------------------------------------------------------
+# ---- the module ------------------------------------------------------------------------------------------------------
 
 
 class Norm(nn.Module):
@@ -208,7 +230,8 @@ class Conv1D(nn.Module):
 
 
 class Formulation(nn.Module):
-    """Self-attention as ``spec`` spells it: ``forward(x [B,L,C], positions [L], padding [B,S], given [B,1,L,S]) -> [B,L,C]``."""
+    """Self-attention as ``spec`` spells it: ``forward(x [B,L,C], positions [L], padding [B,S], given [B,1,L,S]) ->
+    [B,L,C]``."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
@@ -474,7 +497,7 @@ class Formulation(nn.Module):
     def softmax(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         kind, dtype = self.spec.softmax, logits.dtype
         if self.spec.sinks:
-            batch, heads, length, _ = logits.shape
+            batch, _, length, _ = logits.shape
             column = self.sink.to(dtype).reshape(1, -1, 1, 1).expand(batch, -1, length, -1)
             logits = torch.cat((logits, column), dim=-1)
             if kind != "plain":
@@ -563,12 +586,13 @@ def intended_mask(spec: Spec, positions: Tensor, padding: Tensor, given: Tensor)
     return table.expand(spec.batch, 1, positions.shape[0], keys)
 
 
-# ---- running one --------------------------------------------------------------------------------------------------------
+# ---- running one -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Outcome:
-    """What the compiler did with a formulation: reports, graph inputs per report, and outputs beside the module's own."""
+    """What the compiler did with a formulation: reports, graph inputs per report, and outputs beside the module's
+    own."""
 
     reports: list[Any]
     examples: list[Sequence[Any]]
@@ -588,7 +612,8 @@ class Outcome:
 
 
 def calls_of(spec: Spec) -> list[tuple[Tensor, Tensor, Tensor, Tensor, int]]:
-    """Arguments of a prefill and, with a cache, of three decode steps (without one, of a second length when dynamic)."""
+    """Arguments of a prefill and, with a cache, of three decode steps (without one, of a second length when
+    dynamic)."""
     generator = torch.Generator().manual_seed(1)
     spans = [(0, spec.length)]
     if spec.cached:
@@ -608,7 +633,9 @@ def calls_of(spec: Spec) -> list[tuple[Tensor, Tensor, Tensor, Tensor, int]]:
     return calls
 
 
-def run(module: nn.Module, calls: Sequence[Any], valid: Sequence[Tensor], dynamic: bool = False, **options: Any) -> Outcome:
+def run(
+    module: nn.Module, calls: Sequence[Any], valid: Sequence[Tensor], dynamic: bool = False, **options: Any
+) -> Outcome:
     """Run the calls through ``torch.compile(backend="sals")`` and through an untouched copy of the module."""
     from sals_compile.backend import sals
 
@@ -678,14 +705,20 @@ def record_problems(spec: Spec, outcome: Outcome) -> list[str]:
             "head_dim": spec.head_dim,
             "cached": spec.cached,
             "rotary_form": spec.rotary_form,
-            "rotary_dim": 0 if spec.rotary == "none" else spec.head_dim // (2 if spec.rotary.endswith("partial") else 1),
+            "rotary_dim": 0
+            if spec.rotary == "none"
+            else spec.head_dim // (2 if spec.rotary.endswith("partial") else 1),
             "sinks": spec.sinks,
         }
-        found = {name: getattr(site, name) for name in wanted if name != "sinks"} | {"sinks": site.sink_logits is not None}
+        found = {name: getattr(site, name) for name in wanted if name != "sinks"} | {
+            "sinks": site.sink_logits is not None
+        }
         if site.batch_folded:  # no batch axis is left in the graph (3-D operands): heads may count as batch
             for name in ("heads", "kv_heads"):
                 wanted.pop(name)
-        problems += [f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items() if found[name] != value]
+        problems += [
+            f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items() if found[name] != value
+        ]
         scale = 1.0 if spec.scale == "tensor" else spec.effective_scale / (5.0 if spec.softcap else 1.0)
         if not math.isclose(site.scale, scale, rel_tol=1e-3):
             problems.append(f"scale is {site.scale}, not {scale}")
@@ -728,7 +761,7 @@ def _mask_problems(spec: Spec, site: Any, report: Any, inputs: Sequence[Any], nu
     return problems
 
 
-# ---- near misses: what looks like attention and must not be taken for it --------------------------------------------------
+# ---- near misses: what looks like attention and must not be taken for it ---------------------------------------------
 
 #: name -> whether the miss must be declined (else: rewritten rightly, or declined). Each has a positive twin.
 NEAR_MISSES: dict[str, bool] = {
@@ -791,7 +824,8 @@ NEAR_MISSES: dict[str, bool] = {
 
 
 class NearMiss(nn.Module):
-    """Attention with one thing wrong (``miss``), or right (its positive twin). Sizes coincide on purpose: B = H = L = D = 4."""
+    """Attention with one thing wrong (``miss``), or right (its positive twin). Sizes coincide on purpose: B = H = L = D
+    = 4."""
 
     def __init__(self, kind: str, miss: bool) -> None:
         super().__init__()
@@ -889,7 +923,13 @@ class NearMiss(nn.Module):
         keys = k.permute(0, 1, 2, 3) if kind == "keys_permuted" and k.shape[2] == 4 else k.transpose(2, 3)
         s = q @ keys
         raw = s
-        s = s * (self.p[0] if kind == "scale_from_parameter" else self.p[:, None, None] if kind == "temperature_per_head" else 0.5)
+        s = s * (
+            self.p[0]
+            if kind == "scale_from_parameter"
+            else self.p[:, None, None]
+            if kind == "temperature_per_head"
+            else 0.5
+        )
         if kind == "mask_reads_scores":
             s = s.masked_fill((s < 0) & (torch.arange(s.shape[-1]) > 0), -torch.inf)
         if kind == "scores_added_twice":
@@ -952,7 +992,8 @@ class NearMiss(nn.Module):
 
 
 def run_near_miss(kind: str, miss: bool, **options: Any) -> Outcome:
-    """A near miss (or its positive twin) compiled in exact mode beside its eager self, two calls (a prefill and a decode when cached)."""
+    """A near miss (or its positive twin) compiled in exact mode beside its eager self, two calls (a prefill and a
+    decode when cached)."""
     torch.manual_seed(5)
     module = NearMiss(kind, miss).eval()
     generator = torch.Generator().manual_seed(1)
@@ -969,7 +1010,11 @@ def run_near_miss(kind: str, miss: bool, **options: Any) -> Outcome:
 
         def forward(self, *args: Any) -> Any:
             found = self.inner(*args)
-            return found if isinstance(found, Tensor) else torch.cat([f.flatten(1) for f in found], 1)[:, None].repeat(1, args[0].shape[1], 1)
+            return (
+                found
+                if isinstance(found, Tensor)
+                else torch.cat([f.flatten(1) for f in found], 1)[:, None].repeat(1, args[0].shape[1], 1)
+            )
 
     torch.manual_seed(7)
     return run(First().eval(), calls, valid, **options)

@@ -1,4 +1,5 @@
-"""Every model of the catalogue: its sites rewritten and verified, or declined as expected, and exact mode equal to eager."""
+"""Every model of the catalogue: its sites rewritten and verified, or declined as expected, and exact mode equal to
+eager."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from catalogue import ENTRIES, Entry, examine
 
 DEEP = os.environ.get("SALS_TEST_PROFILE") == "deep"
 
-# In CI each model runs once, in the implementation that shows the compiler the most (eager); the deep profile runs all, in bf16 too.
+# In CI each model runs once, in the implementation that shows the compiler the most (eager); the deep profile runs all,
+# in bf16 too.
 CASES = [(e, i) for e in ENTRIES for i in (e.implementations if DEEP or e.name == "Llama" else e.implementations[-1:])]
 
 

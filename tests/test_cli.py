@@ -1,4 +1,4 @@
-"""The ``sals`` command: output, JSON, exit codes, and one line instead of a traceback for what the user can put right."""
+"""The ``sals`` command: output, JSON, exit codes, and one line, not a traceback, for what users can put right."""
 
 from __future__ import annotations
 
@@ -58,10 +58,19 @@ def test_explain_a_function(capsys):
 
 
 def test_explain_a_folder_as_json_page_and_picture(capsys, folder, tmp_path):
-    argv = ("explain", folder, "--capacity", 60, "--option", "budget=24", "--option", "sinks=2", "--option", "recents=8")
-    code, out, err = run(
-        capsys, *argv, "--json", "--html", tmp_path / "page.html", "--draw", tmp_path / "graph.dot"
+    argv = (
+        "explain",
+        folder,
+        "--capacity",
+        60,
+        "--option",
+        "budget=24",
+        "--option",
+        "sinks=2",
+        "--option",
+        "recents=8",
     )
+    code, out, err = run(capsys, *argv, "--json", "--html", tmp_path / "page.html", "--draw", tmp_path / "graph.dot")
     assert code == 0, err
     (graph,) = json.loads(out)["graphs"]
     assert [s["status"] for s in graph["sites"]] == ["sals", "sals"]
@@ -70,7 +79,9 @@ def test_explain_a_folder_as_json_page_and_picture(capsys, folder, tmp_path):
 
 
 def test_explain_without_a_cache(capsys, folder):
-    code, out, err = run(capsys, "explain", folder, "--no-cache", "--tokens", 40, "--option", "attention=exact", "--json")
+    code, out, err = run(
+        capsys, "explain", folder, "--no-cache", "--tokens", 40, "--option", "attention=exact", "--json"
+    )
     assert code == 0, err
     assert [s["status"] for s in json.loads(out)["graphs"][0]["sites"]] == ["exact", "exact"]
 

@@ -25,7 +25,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def found(model):
-    return explain(model.forward, torch.zeros(1, 1, dtype=torch.int64), past_key_values=static_cache(model, 60), options=SMALL)
+    return explain(
+        model.forward, torch.zeros(1, 1, dtype=torch.int64), past_key_values=static_cache(model, 60), options=SMALL
+    )
 
 
 class Growing(nn.Module):
@@ -190,5 +192,5 @@ def test_nothing_to_trace():
 
 
 def test_a_bad_option_is_named():
-    with pytest.raises(Exception, match="unknown option 'buget'.*did you mean 'budget'"):
+    with pytest.raises(Exception, match=r"unknown option 'buget'.*did you mean 'budget'"):
         explain(nn.Linear(4, 4), torch.zeros(1, 4), options={"buget": 3})

@@ -1,4 +1,5 @@
-"""Fuzzed formulations of attention are found, recorded as meant and equal to the dense graph; near misses are declined and stay right."""
+"""Fuzzed formulations of attention are found, recorded as meant and equal to the dense graph; near misses are declined
+and stay right."""
 
 from __future__ import annotations
 
@@ -28,12 +29,10 @@ def test_any_formulation_is_found_and_exact(spec: Spec) -> None:
     check(spec)
 
 
-@given(specs(product="sdpa"))
-def test_any_sdpa_is_found_and_exact(spec: Spec) -> None:
-    check(spec)
+PLAIN = Spec(product="matmul", cache="index_copy", length=3)
 
-
-#: One choice changed at a time from a plain cached causal attention: every name in the grammar's tables is run at least once.
+#: One choice changed at a time from a plain cached causal attention: every name in the grammar's tables is run at least
+#: once.
 ONE_BY_ONE = [
     (field, value)
     for field, values in (
@@ -52,16 +51,19 @@ ONE_BY_ONE = [
         ("softcap", (True,)),
     )
     for value in values
+    if value != getattr(PLAIN, field)
 ]
 
 
 @pytest.mark.parametrize(("field", "value"), ONE_BY_ONE, ids=lambda v: str(v))
 def test_each_choice_alone(field: str, value: object) -> None:
-    plain = dataclasses.asdict(Spec(product="matmul", cache="none" if field == "mask" else "index_copy", length=3))
+    plain = dataclasses.asdict(PLAIN)
+    if field == "mask":  # some masks leave unwritten slots in sight
+        plain["cache"] = "none"
     check(grammar._normal(plain | {field: value}))
 
 
-# ---- near misses --------------------------------------------------------------------------------------------------------
+# ---- near misses -----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -81,7 +83,9 @@ def test_near_miss(kind: str) -> None:
     if NEAR_MISSES[kind]:
         for report in outcome.reports:
             assert report.rewritten == 0, f"{kind} was taken for attention:\n{report}"
-            assert any(s.status == "declined" and s.reason for s in report.sites), f"no reason given for {kind}:\n{report}"
+            assert any(s.status == "declined" and s.reason for s in report.sites), (
+                f"no reason given for {kind}:\n{report}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,7 @@ def test_other_rotations_are_not_read_as_rotary(kind: str) -> None:
     assert outcome.error() < 1e-4
 
 
-# ---- traps named in the issue -------------------------------------------------------------------------------------------
+# ---- traps named in the issue ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def page(tmp_path_factory) -> Path:
 class Checker(HTMLParser):
     """Collects tags and ids, and sees that tags are closed in order."""
 
-    VOID = {"meta", "link", "path", "rect"}
+    VOID = frozenset({"meta", "link", "path", "rect"})
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,9 +13,9 @@ import sals_compile
 
 pytest.importorskip("torch_mlir", reason="the extra `mlir` is not installed (torch-mlir)")
 
-from sals_compile import mlir  # noqa: E402
-from sals_compile.kernels import reference  # noqa: E402
-from sals_compile.passes import lower_mlir  # noqa: E402
+from sals_compile import mlir
+from sals_compile.kernels import reference
+from sals_compile.passes import lower_mlir
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -38,9 +38,7 @@ def test_export_holds_no_operator_of_ours(dialect, attention):
     module = CachedAttention(4, 2, 16, True, "bool", False, 0.25).eval()
     keys, values = torch.zeros(1, 2, 64, 16), torch.zeros(1, 2, 64, 16)
     options = {"attention": attention, "budget": 24, "sinks": 2, "recents": 8}
-    text = mlir.export(
-        module, torch.randn(1, 1, 64), torch.tensor(40), keys, values, dialect=dialect, options=options
-    )
+    text = mlir.export(module, torch.randn(1, 1, 64), torch.tensor(40), keys, values, dialect=dialect, options=options)
     assert "func.func @main" in text
     assert "sals" not in text
     assert ("linalg.generic" in text) == (dialect == "linalg")

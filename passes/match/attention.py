@@ -1,8 +1,10 @@
-"""Attention itself: an anchored ``scaled_dot_product_attention`` or ``flex_attention``, or a softmax between two matrix products.
+"""Attention itself: an anchored ``scaled_dot_product_attention`` or ``flex_attention``, or a softmax between two matrix
+products.
 
-A softmax is followed back through element-wise operators and views to the product ``q @ k^T`` (giving the logit's expression: scale,
-softcap, bias, mask) and forward to the product with ``v``. Axes are tracked from the products outwards, so that a softmax over another axis, a
-permuted key or a reused score is seen, not assumed away. Each part of the site is matched in its own file of this folder.
+A softmax is followed back through element-wise operators and views to the product ``q @ k^T`` (giving the logit's
+expression: scale, softcap, bias, mask) and forward to the product with ``v``. Axes are tracked from the products
+outwards, so that a softmax over another axis, a permuted key or a reused score is seen, not assumed away. Each part of
+the site is matched in its own file of this folder.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def match_graph(gm: GraphModule) -> MatchResult:
             if node.target in SOFTMAX and not _looks_like_attention(node):
                 continue
             where = miss.node or node
-            anchor = "softmax" if node.target in SOFTMAX else str(node.target).split(".")[-2 if node.target is SDPA else -1]
+            anchor = (
+                "softmax" if node.target in SOFTMAX else str(node.target).split(".")[-2 if node.target is SDPA else -1]
+            )
             result.declined.append(Declined(name, anchor, miss.reason, node=where.name, depth=miss.depth))
     return result
 
@@ -84,7 +88,8 @@ _BARRIERS = (
 
 
 def _looks_like_attention(softmax: Node) -> bool:
-    """Whether a softmax that did not match is worth reporting: a batched product is near its input (a router's or a classifier's is not)."""
+    """Whether a softmax that did not match is worth reporting: a batched product is near its input (a router's or a
+    classifier's is not)."""
     stack, seen = [softmax], {softmax}
     while stack and len(seen) < 256:
         for source in stack.pop().all_input_nodes:
@@ -96,7 +101,7 @@ def _looks_like_attention(softmax: Node) -> bool:
     return False
 
 
-# ---- the anchored operator ----------------------------------------------------------------------------------------------
+# ---- the anchored operator -------------------------------------------------------------------------------------------
 
 
 def _from_sdpa(node: Node) -> AttentionSite:
@@ -155,7 +160,8 @@ def _from_operator(
     modifier: Callable[[tuple[Expr, ...]], Modifier],
     interpreter: IndexInterpreter,
 ) -> AttentionSite:
-    """A site from ``[B,H,L,D]`` (or ``[B,L,D]``) operands; ``modifier`` is given the indices of one element of the scores."""
+    """A site from ``[B,H,L,D]`` (or ``[B,L,D]``) operands; ``modifier`` is given the indices of one element of the
+    scores."""
     q, k, v = (trace_views(t, scales=True) for t in operands)
     if not same(product(k.dims[-2]), product(v.dims[-2])):
         raise Mismatch("keys and values differ in length", node)
@@ -183,7 +189,7 @@ def _from_operator(
     )
 
 
-# ---- softmax between two products ---------------------------------------------------------------------------------------
+# ---- softmax between two products ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -378,14 +384,17 @@ def _sink_logits(step: Node, previous: Node, trace: ViewTrace, roles: Roles, ind
     found = reader.operand(column, [*index[:axis], const(0), *index[axis + 1 :]])
     if found.op == "const":
         like = column.meta["val"]
-        return emit(step, aten.full.default, [product(roles[1][1])], found.args[0], dtype=like.dtype, device=like.device)
+        return emit(
+            step, aten.full.default, [product(roles[1][1])], found.args[0], dtype=like.dtype, device=like.device
+        )
     if found.op == "load":
         source, where = reader.tensors[found.args[0]], found.args[1:]
         heads = product(roles[1][1])
         varying = [i for i, e in enumerate(where) if e != const(0)]
-        if (not varying and heads == 1) or (len(varying) == 1 and where[varying[0]] == H and shape_of(source)[varying[0]] == heads):
-            if all(is_one(s) for i, s in enumerate(shape_of(source)) if i not in varying):
-                return source if len(where) == 1 else emit(step, aten.reshape.default, source, [-1])
+        shared = not varying and heads == 1
+        own = len(varying) == 1 and where[varying[0]] == H and shape_of(source)[varying[0]] == heads
+        if (shared or own) and all(is_one(s) for i, s in enumerate(shape_of(source)) if i not in varying):
+            return source if len(where) == 1 else emit(step, aten.reshape.default, source, [-1])
     raise Mismatch("the sinks are not one logit per head", column)
 
 
@@ -438,8 +447,8 @@ def _apply(step: Node, previous: Node, expression: Expr, interpreter: IndexInter
 def _find_values(
     softmax: Node, trace: ViewTrace, roles: Roles, mask: Expr, interpreter: IndexInterpreter, sinks: Node | None
 ) -> tuple[Node, ViewTrace, Dims, ViewTrace, Dims, list[Node]]:
-    """Forward from the softmax to the product with the values: the product, the values and their roles, the output's axes and theirs,
-    and the nodes between."""
+    """Forward from the softmax to the product with the values: the product, the values and their roles, the output's
+    axes and theirs, and the nodes between."""
     interior: list[Node] = [softmax]
     node = softmax
     dropped = sinks is None
@@ -455,7 +464,9 @@ def _find_values(
             VIEW_OPS[user.target](trace, user)
         elif user.target is aten.bmm.default and user.args[0] is node and user.args[1] is not node and dropped:
             break
-        elif not is_float_cast(user) and not _guards(user, node, mask, [_role_index(d, roles) for d in trace.dims], interpreter):
+        elif not is_float_cast(user) and not _guards(
+            user, node, mask, [_role_index(d, roles) for d in trace.dims], interpreter
+        ):
             raise Mismatch(f"the attention weights are changed by {user.target}", user, len(interior))
         node = user
         interior.append(node)
@@ -518,7 +529,12 @@ def _guards(user: Node, weights: Node, mask: Expr, index: list[Expr], interprete
     elif user.target is aten.mul.Tensor:
         factor = user.args[1] if user.args[0] is weights else user.args[0]
         found = reader.operand(factor, index)
-        if found.op != "where" or [a.op for a in found.args[1:]] != ["const", "const"] or found.args[1].args[0] != 1 or found.args[2].args[0] != 0:
+        if (
+            found.op != "where"
+            or [a.op for a in found.args[1:]] != ["const", "const"]
+            or found.args[1].args[0] != 1
+            or found.args[2].args[0] != 0
+        ):
             return False
         return _conjuncts(found.args[0]) <= _conjuncts(mask)
     else:
@@ -555,7 +571,7 @@ RULES: dict[Any, Callable[[Node], AttentionSite]] = {
 }
 
 
-# ---- what all forms share ----------------------------------------------------------------------------------------------
+# ---- what all forms share --------------------------------------------------------------------------------------------
 
 
 def _operand(trace: ViewTrace, roles: Dims, what: str) -> Operand:

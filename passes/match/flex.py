@@ -1,7 +1,9 @@
-"""``flex_attention``: a higher-order operator whose ``score_mod`` and ``mask_mod`` are small graphs over the indices of one logit.
+"""``flex_attention``: a higher-order operator whose ``score_mod`` and ``mask_mod`` are small graphs over the indices of
+one logit.
 
-Both are index expressions already; their graphs are interpreted node by node, with ``(score, b, h, q, kv)`` for their first inputs and the captured
-tensors for the rest. Source: ``torch/_higher_order_ops/flex_attention.py`` (argument order, the layout of the block mask's tuple).
+Both are index expressions already; their graphs are interpreted node by node, with ``(score, b, h, q, kv)`` for their
+first inputs and the captured tensors for the rest. Source: ``torch/_higher_order_ops/flex_attention.py`` (argument
+order, the layout of the block mask's tuple).
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def _interpret(site: Node, attribute: Any, inputs: Sequence[Any], interpreter: I
             values[node] = interpreter.element(source, [value(w) for w in where])
         elif target in _BINARY and node.kwargs.get("alpha", 1) == 1 and not node.kwargs.get("rounding_mode"):
             op = _BINARY[target]
-            if op in _LOGICAL and any(isinstance(a, Node) and "val" in a.meta and dtype_of(a) != torch.bool for a in args[:2]):
+            if op in _LOGICAL and any(
+                isinstance(a, Node) and "val" in a.meta and dtype_of(a) != torch.bool for a in args[:2]
+            ):
                 raise Mismatch("integers are combined bit by bit in a score_mod or mask_mod", site)
             values[node] = make(op, *(_number(value(a), op) for a in args[:2]))
         elif target in _UNARY:

@@ -1,7 +1,8 @@
 """Head grouping: which axes of the operands are batch, KV heads and query heads of a group.
 
-A grouped key reaches the product either broadcast (``repeat_kv``: expand and reshape; 5-D broadcast) or as it is, with ``enable_gqa``. Both
-are read from the traced axes: a broadcast axis inside the head axis is the group ``G``; head counts come from shapes, never from a config.
+A grouped key reaches the product either broadcast (``repeat_kv``: expand and reshape; 5-D broadcast) or as it is, with
+``enable_gqa``. Both are read from the traced axes: a broadcast axis inside the head axis is the group ``G``; head
+counts come from shapes, never from a config.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from ..ir import Mismatch
 def refine(
     left: ViewTrace, left_atoms: list[Atom], right: ViewTrace, right_atoms: list[Atom]
 ) -> list[tuple[Atom, Atom]]:
-    """Split the two lists of factors of one axis until they pair up; size-one factors pair with nothing and are dropped.
+    """Split the two lists of factors of one axis until they pair up; size-one factors pair with nothing and are
+    dropped.
 
     Raises :class:`Mismatch` when the sizes cannot be aligned.
     """
@@ -42,8 +44,8 @@ def refine(
 def split_batch(query: ViewTrace, query_axis: list[Atom], key: ViewTrace, key_axis: list[Atom], batch_first: bool):
     """Roles of a merged batch axis (``bmm``): ``(query B, query H, key B, key N)`` as lists of atoms.
 
-    With ``batch_first`` the outermost factor is the batch (also when its size is one); what follows are heads, of which the ones that
-    are broadcast in the key form the group.
+    With ``batch_first`` the outermost factor is the batch (also when its size is one); what follows are heads, of which
+    the ones that are broadcast in the key form the group.
     """
     explicit = len(query_axis) > 1 or len(key_axis) > 1
     lead_query = bool(query_axis) and is_one(query_axis[0].size)
@@ -62,9 +64,11 @@ def split_batch(query: ViewTrace, query_axis: list[Atom], key: ViewTrace, key_ax
 
 
 def _is_head(query: ViewTrace, atom: Atom) -> bool:
-    """Whether the outermost factor of a merged axis is a head, because the batch is of size one and was left out of it (``einsum`` does so).
+    """Whether the outermost factor of a merged axis is a head, because the batch is of size one and was left out of it
+    (``einsum`` does so).
 
-    It is where it comes from the dim that holds the head dim too (``[.., H*D]``), or where an axis of size one stands before its own.
+    It is where it comes from the dim that holds the head dim too (``[.., H*D]``), or where an axis of size one stands
+    before its own.
     """
     if atom.dim is None:
         return False
@@ -73,18 +77,22 @@ def _is_head(query: ViewTrace, atom: Atom) -> bool:
 
 
 def fold_batch(query: ViewTrace, key: ViewTrace, value: ViewTrace) -> tuple[Dims, Dims]:
-    """Batch and head axes of 3-D operands ``[B*H, L, D]``: ``([query B, key B, value B], [query H, key N, value N])``."""
+    """Batch and head axes of 3-D operands ``[B*H, L, D]``: ``([query B, key B, value B], [query H, key N, value
+    N])``."""
     refine(query, query.dims[0], value, value.dims[0])
     q_batch, q_heads, k_batch, k_heads = split_batch(query, query.dims[0], key, key.dims[0], batch_first=True)
     _, _, v_batch, v_heads = split_batch(query, query.dims[0], value, value.dims[0], batch_first=True)
     return [q_batch, k_batch, v_batch], [q_heads, k_heads, v_heads]
 
 
-def split_rows(rows: list[Atom], heads: list[Atom], head_dim: list[Atom], written: Size | None) -> tuple[list[Atom], list[Atom]]:
-    """``(heads, tokens)`` among the factors of a query's row axis: grouped queries may be folded into it (``[B*N, G*L, D]``).
+def split_rows(
+    rows: list[Atom], heads: list[Atom], head_dim: list[Atom], written: Size | None
+) -> tuple[list[Atom], list[Atom]]:
+    """``(heads, tokens)`` among the factors of a query's row axis: grouped queries may be folded into it (``[B*N, G*L,
+    D]``).
 
-    A factor that comes from the same dim as the other heads or the head dim is a head; where no factor tells, the innermost are tokens.
-    ``written``: how many tokens this call writes to a cache, if it does.
+    A factor that comes from the same dim as the other heads or the head dim is a head; where no factor tells, the
+    innermost are tokens. ``written``: how many tokens this call writes to a cache, if it does.
     """
     kept = [a for a in rows if not is_one(a.size)]
     if written is not None and is_one(written):
@@ -100,7 +108,8 @@ def split_rows(rows: list[Atom], heads: list[Atom], head_dim: list[Atom], writte
 
 
 def group_heads(axis: list[Atom]) -> list[Atom]:
-    """The KV-head factors of a key's head axis: its broadcast (group) factors must be innermost. Raises :class:`Mismatch`."""
+    """The KV-head factors of a key's head axis: its broadcast (group) factors must be innermost. Raises
+    :class:`Mismatch`."""
     heads = [a for a in axis if not is_one(a.size)]
     kept = [a for a in heads if not a.broadcast]
     if heads[: len(kept)] != kept:

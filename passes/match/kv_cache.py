@@ -1,9 +1,10 @@
-"""Static KV caches: a buffer that enters the graph, has this call's tokens written at given slots, and is read whole by a site.
+"""Static KV caches: a buffer that enters the graph, has this call's tokens written at given slots, and is read whole by
+a site.
 
-Recognised (each a row of :data:`WRITES`): ``index_copy`` (``transformers.StaticCache``), ``buffer[:, :, positions] = new`` (``index_put``; gpt-fast),
-``buffer[:, start:stop] = new`` (``slice_scatter``; Llama's original code) and ``scatter``, each with the store back (``copy_``) that
-functionalisation leaves at the graph's end. Growing caches (``cat`` of an input and the new tokens) are told apart so that the decline can name the
-remedy.
+Recognised (each a row of :data:`WRITES`): ``index_copy`` (``transformers.StaticCache``), ``buffer[:, :, positions] =
+new`` (``index_put``; gpt-fast), ``buffer[:, start:stop] = new`` (``slice_scatter``; Llama's original code) and
+``scatter``, each with the store back (``copy_``) that functionalisation leaves at the graph's end. Growing caches
+(``cat`` of an input and the new tokens) are told apart so that the decline can name the remedy.
 """
 
 from __future__ import annotations
@@ -16,15 +17,31 @@ import torch
 from torch.fx import Node
 
 from ...kernels.index_expr import Expr
-from ..graph import Dims, Layout, Size, ViewTrace, aten, dtype_of, emit, inherit_roles, is_one, same, shape_of, trace_views
+from ..graph import (
+    Dims,
+    Layout,
+    Size,
+    ViewTrace,
+    aten,
+    dtype_of,
+    emit,
+    inherit_roles,
+    is_one,
+    same,
+    shape_of,
+    trace_views,
+)
 from ..ir import CacheWrite, Mismatch
 from .mask import _BINARY, IndexInterpreter
 from .rotary import calls, strip
 
-GROWING = "the KV cache grows by concatenation; use a static cache (transformers: StaticCache or cache_implementation='static')"
+GROWING = (
+    "the KV cache grows by concatenation; use a static cache "
+    "(transformers: StaticCache or cache_implementation='static')"
+)
 ROLLING = (
-    "the cache buffer is computed in the graph (a sliding cache that rolls, or a buffer written twice), so its tokens have no "
-    "fixed slots; use a cache as long as the sequence"
+    "the cache buffer is computed in the graph (a sliding cache that rolls, or a buffer written twice), so its tokens "
+    "have no fixed slots; use a cache as long as the sequence"
 )
 
 
@@ -133,24 +150,19 @@ WRITES: dict[Any, Callable[[Node], _Write | None]] = {
 }
 
 
-#: Which argument of each holds the new tokens.
-_NEW = {
-    aten.index_copy.default: 3,
-    aten.index_put.default: 2,
-    aten.slice_scatter.default: 1,
-    aten.scatter.src: 3,
-}
-
-
 def tokens_written(update: Node) -> Size | None:
     """How many tokens the call writes, when the node is the update of a cache along one axis."""
     if calls(update, aten.slice.Tensor):
         update = update.args[0]  # type: ignore[assignment]
-    if update.op != "call_function" or update.target not in WRITES:
-        return None
-    old, new = update.args[0], update.args[_NEW[update.target]]
-    changed = [n for o, n in zip(reversed(shape_of(old)), reversed(shape_of(new)), strict=False) if not same(o, n)]  # type: ignore[arg-type]
-    return changed[0] if len(changed) == 1 else None
+    args: Any = update.args
+    if calls(update, aten.index_copy.default):
+        return shape_of(args[2])[-1]
+    if calls(update, aten.index_put.default):
+        last = [index for index in args[1] if index is not None][-1]
+        return shape_of(last)[-1] if shape_of(last) else None
+    if calls(update, aten.slice_scatter.default):
+        return shape_of(args[1])[args[2] if len(args) > 2 else 0]
+    return shape_of(args[2])[args[1]] if calls(update, aten.scatter.src) else None
 
 
 def match_cache(trace: ViewTrace, roles: Dims) -> CacheWrite | None:
@@ -170,7 +182,9 @@ def match_cache(trace: ViewTrace, roles: Dims) -> CacheWrite | None:
         return None
     buffer = write.buffer
     dim = write.dim % len(shape_of(buffer))
-    stores = tuple(u for u in update.users if calls(u, aten.copy_.default) and u.args[0] is buffer and u.args[1] is update)
+    stores = tuple(
+        u for u in update.users if calls(u, aten.copy_.default) and u.args[0] is buffer and u.args[1] is update
+    )
     if buffer.op != "placeholder":
         if [a.dim for a in roles[1] if a.dim is not None] != [dim]:
             return None  # put together from parts of each token (MLA), not written token by token
@@ -216,7 +230,8 @@ def _require_plain(write: _Write, dim: int, update: Node) -> None:
 
 
 def _leading_slice(node: Node, roles: Dims) -> tuple[Node | None, Any]:
-    """``(source, n)`` when the node is ``source[..., :n]`` along the token axis (a first prefill reads only what it wrote)."""
+    """``(source, n)`` when the node is ``source[..., :n]`` along the token axis (a first prefill reads only what it
+    wrote)."""
     source = node.args[0]
     dim = (int(node.args[1]) if len(node.args) > 1 else 0) % len(shape_of(node))  # type: ignore[arg-type]
     start = node.args[2] if len(node.args) > 2 else 0

@@ -1,8 +1,9 @@
 """A mask or bias subgraph, read as an index expression in ``(b, h, q, kv)``.
 
-:class:`IndexInterpreter` walks a tensor's subgraph with the symbolic index of one element: ``arange`` becomes an index, views move indices,
-element-wise operators build the expression. Whatever it does not know becomes a ``load`` of that tensor at that index, so that nothing is
-ever dropped. :func:`split_mask` then separates an additive score into a proved boolean mask and what is left of the bias.
+:class:`IndexInterpreter` walks a tensor's subgraph with the symbolic index of one element: ``arange`` becomes an index,
+views move indices, element-wise operators build the expression. Whatever it does not know becomes a ``load`` of that
+tensor at that index, so that nothing is ever dropped. :func:`split_mask` then separates an additive score into a proved
+boolean mask and what is left of the bias.
 """
 
 from __future__ import annotations
@@ -177,7 +178,9 @@ class IndexInterpreter:
                 kept = make("le" if target is aten.tril.default else "ge", make("sub", index[-1], index[-2]), diagonal)
                 value = self._operand(args[0], index)
                 # By dtype: const(0) equals const(False).
-                found = make("and", kept, value) if dtype_of(node) == torch.bool else make("where", kept, value, const(0))
+                found = (
+                    make("and", kept, value) if dtype_of(node) == torch.bool else make("where", kept, value, const(0))
+                )
         return self._load(node, index) if found is None else found
 
     def _binary(self, node: Node, index: tuple[Expr, ...]) -> Expr | None:
@@ -329,7 +332,8 @@ def clamp(node: Node, value: Callable[[Any], Expr]) -> Expr:
 
 
 def distribute(expr: Expr) -> Expr:
-    """Move an operator with one literal operand into the literal branches of a ``where`` (``(1 - where(m, 1, 0)) * c``)."""
+    """Move an operator with one literal operand into the literal branches of a ``where`` (``(1 - where(m, 1, 0)) *
+    c``)."""
     if expr.op in ("add", "sub", "mul", "div", "ne", "eq", "lt", "gt", "le", "ge"):
         for position in (0, 1):
             chosen, other = expr.args[position], expr.args[1 - position]
@@ -363,8 +367,9 @@ def spread(expr: Expr) -> Expr:
 def split_mask(score: Expr) -> tuple[Expr, Expr]:
     """``(mask, score')``: an additive or filled score separated into a boolean mask and the score that remains.
 
-    ``score + where(c, 0, -inf)`` and ``where(c, score, min)`` have mask ``c``. A finite fill counts as masked below :data:`MASKED`: its
-    weight underflows to zero beside any unmasked logit. (Rows with every key masked are undefined by contract.)
+    ``score + where(c, 0, -inf)`` and ``where(c, score, min)`` have mask ``c``. A finite fill counts as masked below
+    :data:`MASKED`: its weight underflows to zero beside any unmasked logit. (Rows with every key masked are undefined
+    by contract.)
     """
     if score.op == "where":
         condition, kept, other = score.args
@@ -403,7 +408,8 @@ def linear_in_score(expr: Expr) -> float | None:
 
 
 def fold_scale(score: Expr) -> tuple[float, Expr]:
-    """``(scale, score')`` with the literal factor of the raw product taken out: ``score * c + bias`` gives ``(c, score + bias)``.
+    """``(scale, score')`` with the literal factor of the raw product taken out: ``score * c + bias`` gives ``(c, score
+    + bias)``.
 
     The innermost factor alone is moved; an expression whose raw score appears under other operators first keeps them.
     """

@@ -1,7 +1,8 @@
 """The linear map that made the keys, with or without bias: where a basis from weights alone comes from.
 
-Recognised: ``mm``/``addmm`` of the hidden state with a parameter, transposed (``nn.Linear``) or not (GPT-2's ``Conv1D``), whole or a run of
-columns of a fused map, and the RMS- or LayerNorm weight that multiplies the hidden state just before.
+Recognised: ``mm``/``addmm`` of the hidden state with a parameter, transposed (``nn.Linear``) or not (GPT-2's
+``Conv1D``), whole or a run of columns of a fused map, and the RMS- or LayerNorm weight that multiplies the hidden state
+just before.
 """
 
 from __future__ import annotations

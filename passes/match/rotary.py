@@ -1,12 +1,16 @@
-"""Rotary embeddings: each pair ``(a, b)`` of dims becomes ``(a cos - b sin, b cos + a sin)``, in the spellings that models use.
+"""Rotary embeddings: each pair ``(a, b)`` of dims becomes ``(a cos - b sin, b cos + a sin)``, in the spellings that
+models use.
 
-A spelling is a *rotation* (a row of :data:`ROTATIONS`) made of *pieces* of one tensor (halves, or even and odd dims) *joined* again:
+A spelling is a *rotation* (a row of :data:`ROTATIONS`) made of *pieces* of one tensor (halves, or even and odd dims)
+*joined* again:
 
 - turned: ``x * cos + join(-b, a) * sin``, cos and sin with one column per dim (Llama, NeoX; GPT-J interleaved);
-- pairwise: ``join(a * cos - b * sin, b * cos + a * sin)``, one column per pair (gpt-oss; gpt-fast; the complex form after canonicalisation).
+- pairwise: ``join(a * cos - b * sin, b * cos + a * sin)``, one column per pair (gpt-oss; gpt-fast; the complex form
+  after canonicalisation).
 
-``cat`` joins halves (``half``), ``stack`` and a view join even and odd dims (``interleaved``); pieces and join must agree, so that one form is never
-read as the other. Partial rotary is a ``cat`` of a rotated and an untouched part of one tensor. Source of the form: RoFormer, arXiv 2104.09864.
+``cat`` joins halves (``half``), ``stack`` and a view join even and odd dims (``interleaved``); pieces and join must
+agree, so that one form is never read as the other. Partial rotary is a ``cat`` of a rotated and an untouched part of
+one tensor. Source of the form: RoFormer, arXiv 2104.09864.
 """
 
 from __future__ import annotations
@@ -17,15 +21,35 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ..graph import Atom, Dims, Layout, ViewTrace, aten, emit, is_float_cast, is_one, same, same_value, shape_of, trace_views
+from ..graph import (
+    Atom,
+    Dims,
+    Layout,
+    ViewTrace,
+    aten,
+    emit,
+    is_float_cast,
+    is_one,
+    same,
+    same_value,
+    shape_of,
+    trace_views,
+)
 from ..ir import Operand, Rotary
 
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int, aten.flatten.using_ints)
+_VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unflatten.int,
+    aten.flatten.using_ints,
+)
 
 
 @dataclass(frozen=True)
 class _Rotation:
-    """What a spelling means: ``Rot(cos, sin) source`` in ``form``; with ``pairs``, cos and sin have one column per pair."""
+    """What a spelling means: ``Rot(cos, sin) source`` in ``form``; with ``pairs``, cos and sin have one column per
+    pair."""
 
     form: str
     source: Node
@@ -56,7 +80,7 @@ def _alike(a: Node, b: Node) -> bool:
     return strip(a) is strip(b) or same_value(strip(a), strip(b))
 
 
-# ---- pieces and joins ---------------------------------------------------------------------------------------------------
+# ---- pieces and joins ------------------------------------------------------------------------------------------------
 
 
 def last_slice(node: Node) -> tuple[Node, int, int, int] | None:
@@ -75,7 +99,8 @@ def last_slice(node: Node) -> tuple[Node, int, int, int] | None:
 
 
 def _piece(node: Node) -> tuple[Node, str] | None:
-    """``(source [..., w], which)`` when the node is the ``first`` or ``second`` half, or the ``even`` or ``odd`` dims, of ``source``."""
+    """``(source [..., w], which)`` when the node is the ``first`` or ``second`` half, or the ``even`` or ``odd`` dims,
+    of ``source``."""
     node = strip(node)
     sliced = last_slice(node)
     if sliced is not None:
@@ -106,8 +131,9 @@ def _unpaired(pairs: Node) -> Node:
     under = strip(pairs)
     source = under.args[0] if calls(under, *_VIEWS) else None
     wanted = (*shape[:-2], shape[-2] * shape[-1])
-    if isinstance(source, Node) and len(shape_of(source)) == len(wanted):
-        if all(same(a, b) for a, b in zip(shape_of(source), wanted, strict=True)):
+    if isinstance(source, Node):
+        given = shape_of(source)
+        if len(given) == len(wanted) and all(same(a, b) for a, b in zip(given, wanted, strict=True)):
             return source
     known = next((u for u in pairs.users if u.meta.get("sals_unpaired")), None)
     if known is None:
@@ -118,7 +144,8 @@ def _unpaired(pairs: Node) -> Node:
 
 
 def _join(node: Node) -> tuple[str, Node, Node] | None:
-    """``(form, a, b)`` when the node joins two parts along its last dim: ``half`` by ``cat``, ``interleaved`` by ``stack`` and a view."""
+    """``(form, a, b)`` when the node joins two parts along its last dim: ``half`` by ``cat``, ``interleaved`` by
+    ``stack`` and a view."""
     node = strip(node)
     if calls(node, aten.cat.default) and _on_last_dim(node) and len(node.args[0]) == 2:  # type: ignore[arg-type]
         a, b = node.args[0]  # type: ignore[misc]
@@ -127,7 +154,9 @@ def _join(node: Node) -> tuple[str, Node, Node] | None:
         stacked = strip(node.args[0])  # type: ignore[arg-type]
         shape = shape_of(stacked)
         merged = (*shape[:-2], shape[-2] * shape[-1]) if len(shape) > 1 else ()
-        if len(merged) != len(shape_of(node)) or not all(same(x, y) for x, y in zip(merged, shape_of(node), strict=True)):
+        if len(merged) != len(shape_of(node)) or not all(
+            same(x, y) for x, y in zip(merged, shape_of(node), strict=True)
+        ):
             return None
         return _stacked(stacked)
     return None
@@ -159,7 +188,7 @@ def _factors(node: Node) -> list[tuple[Node, Node]]:
     return [node.args[:2], node.args[1::-1]]  # type: ignore[list-item]
 
 
-# ---- rotations ----------------------------------------------------------------------------------------------------------
+# ---- rotations -------------------------------------------------------------------------------------------------------
 
 
 def turned(node: Node) -> _Rotation | None:
@@ -217,7 +246,8 @@ def _rotation(node: Node) -> _Rotation | None:
 
 
 def match_rotary(trace: ViewTrace, roles: Dims) -> tuple[Rotary | None, str]:
-    """The rotary embedding that made ``trace.base``, whose atoms play ``roles`` ``[B, S, N, D]``; else None and why not."""
+    """The rotary embedding that made ``trace.base``, whose atoms play ``roles`` ``[B, S, N, D]``; else None and why
+    not."""
     node = strip(trace.base)
     dims = trace.base_dims
     if len(shape_of(node)) != len(dims):
@@ -267,7 +297,8 @@ def _size(dim: list[Atom]):
 
 
 def _row_operand(node: Node, dims: Dims, roles: Dims, columns: int) -> Operand | None:
-    """cos or sin, broadcast against ``dims``, as ``[P, S, 1, columns]``: its dims inherit the roles of those they align with.
+    """cos or sin, broadcast against ``dims``, as ``[P, S, 1, columns]``: its dims inherit the roles of those they align
+    with.
 
     Views are followed to the tensor that all layers share, so that its rows are recorded once.
     """

@@ -1,11 +1,12 @@
-"""`sals bench operator`: one sparse decode step of one attention site, stage by stage, against the best dense attention.
+"""`sals bench operator`: one sparse decode step of one site, stage by stage, against the best dense attention.
 
-What is timed: CUDA-graph replays of the operators over several *layers* (each its own caches, weights and queries, so that
-together they exceed the L2 cache and every read is cold), divided by the number of layers; the median over replays. Dense
-baselines run in the same process on caches of the same length: cuDNN's and FlashAttention's `scaled_dot_product_attention`, and
-FlexAttention's decode kernel, all without a mask, which is their best case.
+What is timed: CUDA-graph replays of the operators over several *layers* (each its own caches, weights and queries, so
+that together they exceed the L2 cache and every read is cold), divided by the number of layers; the median over
+replays. Dense baselines run in the same process on caches of the same length: cuDNN's and FlashAttention's
+`scaled_dot_product_attention`, and FlexAttention's decode kernel, all without a mask, which is their best case.
 
-Floors are what the stage must move or compute, over the rates that this machine reached when measured (see :data:`RATES`).
+Floors are what the stage must move or compute, over the rates that this machine reached when measured (see
+:data:`RATES`).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import dispatch, ops, reference
+from ..kernels import dispatch, reference
 from ..kernels.index_expr import KV, Modifier, Q, load, make
 
 #: Bytes a second of a large device copy (read plus written), bf16 FLOPs a second of a large product, int8 twice that;
 #: measured on one H200 (torch 2.11, random data).
 RATES = {"bytes": 4.3e12, "bf16": 788e12, "int8": 2 * 788e12}
 
-#: Slots that are read or written must not stay in the L2 cache between replays: bytes that one pass over the layers touches.
+#: What a replay reads must not still lie in the L2 cache: bytes that one pass over the layers touches, at least.
 COLD_BYTES = 256e6
 
 CAUSAL = Modifier(make("le", KV, make("add", Q, load(0)))).serialized
@@ -414,7 +415,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--budget", type=int, default=512, help="tokens attended per query, the recent window included"
     )
-    arguments.add_argument("--rebuild", nargs="+", default=["int8"], choices=["int8", "bf16"])
+    arguments.add_argument("--rebuild", nargs="+", default=["bf16", "int8"], choices=["int8", "bf16"])
     arguments.add_argument("--json", metavar="FILE", help="write the figures here")
     arguments.add_argument("--plot", metavar="FILE", help="write a bar chart here (needs matplotlib)")
     return arguments

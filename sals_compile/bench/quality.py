@@ -13,7 +13,7 @@ nll            mean over positions of (SALS's loss on the true token minus the d
 kl             mean KL(dense ‖ SALS) of the next-token distributions, nats
 top1           share of positions where both have the same most likely token
 top_p          mean Jaccard overlap of the two nucleus sets (smallest sets with probability 0.9)
-retained       softmax mass (exact keys) of the attended tokens, mean over heads, layers and positions
+retained       softmax mass (exact keys) of the attended tokens, mean over heads, sparse layers and positions
 recall         share of the exact top-k (by softmax mass summed over heads) among the tokens chosen by score
 bytes          KV bytes per token over all layers, with layers left dense, scales, rings, rotary rows and block means,
                as stored for a model of a 16-bit type
@@ -98,6 +98,9 @@ DEFAULT_ROWS = (
     "default", "paper-25", "paper-12.5", "rank-1/4", "sum", "mass", "rope-free", "pca", "value-16", "T-1024", "oracle",
     "random", "recent",
 )  # fmt: skip
+
+#: Retained mass and recall are measured at every so many decode calls.
+INSPECT_EVERY = 4
 
 SELECTIONS = ("score", "oracle", "random", "recent")
 
@@ -234,9 +237,14 @@ class _Inspector(Interpreter):
         # The buffers and the slots are read when attention runs, which may be after their last use in the graph.
         self.garbage_collect_values = False
         self.generator = torch.Generator().manual_seed(0)
+        self.calls = 0
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().run(*args, **kwargs)
 
     def run_node(self, n: Node) -> Any:
-        if n not in self.sites:
+        if n not in self.sites or (self.selection == "score" and self.calls % INSPECT_EVERY != 1):
             return super().run_node(n)
         name, buffer, layout = self.sites[n]
         args = list(self.fetch_args_kwargs_from_env(n)[0])
