@@ -200,7 +200,7 @@ def _attend_kernel(
             logits, live, b, h, q, kv, args, token_scale[:, None], MASK_FN, SCORE_FN, MASKS, MODIFIES
         )
         # -- weights times values, in the transformed frame; fp16 holds quantised values better than bf16
-        VALUE: tl.constexpr = COMPUTE if (BITS == 0) | (COMPUTE == tl.float32) else tl.float16
+        VALUE: tl.constexpr = tl.float16 if (BITS > 0) & (COMPUTE != tl.float32) else COMPUTE  # noqa: SIM300
         weights = tl.trans(weights.to(VALUE))
         if BITS == 4:
             value = (packed & 15).to(VALUE) * low_step.to(VALUE) + low_least.to(VALUE)

@@ -1,10 +1,12 @@
 """Index expressions: masks and score modifiers as functions of ``(b, h, q, kv)``.
 
-An attention mask or a score modifier that is *proved* is carried as a small expression tree over the symbolic indices of one
-logit: batch ``b``, query head ``h``, query token ``q`` (0 is the first token of this call) and cache slot or key ``kv``.
-Tensors that the expression reads are ``load`` leaves that refer to an argument list by number; symbolic sizes are ``int``
-leaves that refer to a list of integers. The tree travels through an FX graph as a string (an operator's argument), is
-evaluated in PyTorch by :func:`evaluate` (the reference meaning) and printed as a Triton device function by ``codegen.py``.
+An attention mask or a score modifier that is *proved* is carried as a small expression tree over the symbolic indices
+of one
+logit: batch ``b``, query head ``h``, query token ``q`` (0 is the first token of this call) and cache slot or key
+``kv``. Tensors that the expression reads are ``load`` leaves that refer to an argument list by number; symbolic sizes
+are ``int`` leaves that refer to a list of integers. The tree travels through an FX graph as a string (an operator's
+argument), is evaluated in PyTorch by :func:`evaluate` (the reference meaning) and printed as a Triton device function
+by ``codegen.py``.
 
 Grammar of the string form (prefix notation, no evaluation of text anywhere)::
 
@@ -214,9 +216,9 @@ def evaluate(
 ) -> Tensor:
     """The value of ``expr`` for every index given.
 
-    ``indices`` maps ``b, h, q, kv`` (and ``score``) to tensors that broadcast together to ``[B, H, L, K]``; ``tensors`` and
-    ``integers`` are the argument lists that ``load`` and ``int`` leaves refer to. Returns a tensor that broadcasts to
-    ``[B, H, L, K]``: boolean for a mask, floating point for a score modifier.
+    ``indices`` maps ``b, h, q, kv`` (and ``score``) to tensors that broadcast together to ``[B, H, L, K]``; ``tensors``
+    and ``integers`` are the argument lists that ``load`` and ``int`` leaves refer to. Returns a tensor that broadcasts
+    to ``[B, H, L, K]``: boolean for a mask, floating point for a score modifier.
     """
     device = indices["kv"].device
     memo: dict[Expr, Any] = {}

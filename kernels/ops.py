@@ -1,8 +1,8 @@
 """The ``sals::*`` operators: schema, shapes under tracing, and which implementation runs where.
 
-An operator's meaning is the function of the same name in ``reference.py``. On CPU (and any device without a kernel of its own) that
-function *is* the implementation, and :func:`decompositions` hands it to Inductor so that it is compiled with the rest of the
-graph. On CUDA and HIP the Triton kernels are registered by ``kernels/dispatch.py``.
+An operator's meaning is the function of the same name in ``reference.py``. On CPU (and any device without a kernel of
+its own) that function *is* the implementation, and :func:`decompositions` hands it to Inductor so that it is compiled
+with the rest of the graph. On CUDA and HIP the Triton kernels are registered by ``kernels/dispatch.py``.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ SCHEMAS: dict[str, str] = {
         f"{_MODIFIER}, int capacity, float scale, str rotary, Tensor? sink_logits=None) -> Tensor"
     ),
     "materialize": (
-        f"({_LATENTS}, {_RING}, Tensor cos, Tensor sin, Tensor decoder, Tensor value_transform, int capacity, str rotary) "
-        "-> (Tensor, Tensor)"
+        f"({_LATENTS}, {_RING}, Tensor cos, Tensor sin, Tensor decoder, Tensor value_transform, int capacity, "
+        "str rotary) -> (Tensor, Tensor)"
     ),
     "dense_attention": (
         f"(Tensor query, Tensor key, Tensor value, {_MODIFIER}, float scale, Tensor? sink_logits=None) -> Tensor"
@@ -69,8 +69,8 @@ SCHEMAS: dict[str, str] = {
     ),
     # torch._C._nn.scaled_dot_product_attention, kept whole through AOT tracing (passes/anchor.py).
     "scaled_dot_product_attention": (
-        "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, "
-        "float? scale=None, bool enable_gqa=False) -> Tensor"
+        "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
+        "*, float? scale=None, bool enable_gqa=False) -> Tensor"
     ),
 }
 
@@ -95,7 +95,8 @@ def scaled_dot_product_attention(
     out = torch._C._nn.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    # Views after it were traced for the layout that the shape function below promises; not every implementation returns it.
+    # Views after it were traced for the layout that the shape function below promises; not every implementation returns
+    # it.
     return out.transpose(1, 2).contiguous().transpose(1, 2) if out.dim() == 4 else out
 
 

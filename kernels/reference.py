@@ -1,16 +1,19 @@
 """What each ``sals`` operator means, in plain PyTorch. Also the CPU lowering: Inductor compiles these functions.
 
-Dimensions (see DESIGN section 1): ``B`` batch, ``S`` cache slots (a multiple of :data:`BLOCK`), ``L`` query tokens of this call,
-``H`` query heads, ``N`` KV heads, ``G = H/N``, ``D`` head dim, ``E = N*D``, ``R`` rank, ``Rs`` score rank, ``W`` ring slots,
-``K`` selected tokens, ``Dr <= D`` rotated dims, ``P`` position batch (1 when positions are shared by the batch, else ``B``).
+Dimensions (see DESIGN section 1): ``B`` batch, ``S`` cache slots (a multiple of :data:`BLOCK`), ``L`` query tokens of
+this call, ``H`` query heads, ``N`` KV heads, ``G = H/N``, ``D`` head dim, ``E = N*D``, ``R`` rank, ``Rs`` score rank,
+``W`` ring slots, ``K`` selected tokens, ``Dr <= D`` rotated dims, ``P`` position batch (1 when positions are shared by
+the batch, else ``B``).
 
 Storage of one site: ``codes [B,S,R]`` (int8, or floating point when not quantised), ``scales [B,S]`` (fp16, empty when
-not quantised), ``value_codes [B,S,N,D/2]`` uint8 (low nibble: dim ``i``, high nibble: dim ``i + D/2``; ``[B,S,N,D]`` int8 for 8 bits or
-floating point when not quantised), ``value_scales [B,S,N,D/group,2]`` fp16 (step, minimum), ``ring_key``/``ring_value``
-``[B,W,N,D]`` exact (key rotated). Shared by all sites that rotate by the same rows: ``cos``/``sin [P,S,Dr]``, their means over blocks
-``block_cos``/``block_sin [P,S/BLOCK,Dr]``, and ``ring_slots [P,W]`` int32, the slot that each ring entry holds (-1: none).
+not quantised), ``value_codes [B,S,N,D/2]`` uint8 (low nibble: dim ``i``, high nibble: dim ``i + D/2``; ``[B,S,N,D]``
+int8 for 8 bits or floating point when not quantised), ``value_scales [B,S,N,D/group,2]`` fp16 (step, minimum),
+``ring_key``/``ring_value`` ``[B,W,N,D]`` exact (key rotated). Shared by all sites that rotate by the same rows:
+``cos``/``sin [P,S,Dr]``, their means over blocks ``block_cos``/``block_sin [P,S/BLOCK,Dr]``, and ``ring_slots [P,W]``
+int32, the slot that each ring entry holds (-1: none).
 
-Paper: SALS, arXiv 2510.24273, sections 3 and 4; ``block_rotary`` scoring and the quantisers are ours (DESIGN section 4).
+Paper: SALS, arXiv 2510.24273, sections 3 and 4; ``block_rotary`` scoring and the quantisers are ours (DESIGN section
+    4).
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ VALUE_GROUP = 32
 ROTARY_FORMS = ("none", "half", "interleaved")
 
 
-# ---- rotary -----------------------------------------------------------------------------------------------------------
+# ---- rotary
+# -----------------------------------------------------------------------------------------------------------
 
 
 def rotate_pairs(x: Tensor, rotary: str) -> Tensor:
@@ -87,7 +91,8 @@ def _swap_pairs(x: Tensor, rotary: str) -> Tensor:
     return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
-# ---- storage ----------------------------------------------------------------------------------------------------------
+# ---- storage
+# ----------------------------------------------------------------------------------------------------------
 
 
 def value_group(head_dim: int) -> int:
@@ -138,7 +143,8 @@ def quantize_decoder(decoder: Tensor, head_dim: int, rotary_dim: int, rotary: st
 
 
 def quantize_values(value: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Asymmetric, in groups along ``D``: ``[..., N, D] -> (codes uint8 [..., N, D*bits/8], scales fp16 [..., N, D/group, 2])``.
+    """Asymmetric, in groups along ``D``: ``[..., N, D] -> (codes uint8 [..., N, D*bits/8], scales fp16 [..., N,
+    D/group, 2])``.
 
     ``scales[..., 0]`` is the step and ``[..., 1]`` the minimum. ``bits`` is 4 (two codes a byte) or 8.
     """
@@ -185,7 +191,8 @@ def _take(source: Tensor, indices: Tensor) -> Tensor:
     return source[batch.view(-1, *[1] * (indices.dim() - 1)), indices]
 
 
-# ---- sals::record_rows, sals::encode ----------------------------------------------------------------------------------
+# ---- sals::record_rows, sals::encode
+# ----------------------------------------------------------------------------------
 
 
 def record_rows(
@@ -200,8 +207,8 @@ def record_rows(
 ) -> None:
     """Record the rotary rows of the tokens written by this call, once for all sites that share them.
 
-    Writes ``new_cos``/``new_sin [P,L,Dr]`` at ``slots [P,L]``, refreshes the block means of the blocks touched (over the rows
-    written so far) and notes in ``ring_slots`` which slots the exact ring will hold.
+    Writes ``new_cos``/``new_sin [P,L,Dr]`` at ``slots [P,L]``, refreshes the block means of the blocks touched (over
+    the rows written so far) and notes in ``ring_slots`` which slots the exact ring will hold.
     """
     window = ring_slots.shape[1]
     recent = slots[:, -window:]
@@ -247,7 +254,8 @@ def encode(
 ) -> None:
     """Store the tokens of this call: latent, value codes, and the exact ring (the last ``W`` of them).
 
-    ``key_pre [B,L,N,D]`` is the pre-rotary key, ``key`` the rotated one; ``encoder [E,R]``; ``value_transform [D,D]`` (orthogonal).
+    ``key_pre [B,L,N,D]`` is the pre-rotary key, ``key`` the rotated one; ``encoder [E,R]``; ``value_transform [D,D]``
+    (orthogonal).
     """
     store_latents(codes, scales, value_codes, value_scales, key_pre, value, encoder, value_transform, slots)
     window = ring_key.shape[1]
@@ -286,7 +294,9 @@ def store_latents(
 
 
 def observe(query_moment: Tensor, query_pre: Tensor) -> None:
-    """``query_moment[n] += sum over b, l and heads h of group n of q_h q_h^T``; ``[N,D,D]`` fp32, ``query_pre [B,L,H,D]``."""
+    """``query_moment[n] += sum over b, l and heads h of group n of q_h q_h^T``; ``[N,D,D]`` fp32, ``query_pre
+    [B,L,H,D]``.
+    """
     heads, dim = query_moment.shape[0], query_moment.shape[-1]
     rows = query_pre.float().unflatten(2, (heads, -1)).permute(2, 0, 1, 3, 4).reshape(heads, -1, dim)
     query_moment.add_(rows.transpose(1, 2) @ rows)
@@ -298,7 +308,8 @@ def observe_keys(key_moment: Tensor, key_pre: Tensor) -> None:
     key_moment.add_(rows.T @ rows)
 
 
-# ---- sals::score, sals::select ----------------------------------------------------------------------------------------
+# ---- sals::score, sals::select
+# ----------------------------------------------------------------------------------------
 
 
 def _grid(batch: int, heads: int, queries: int, device: torch.device) -> dict[str, Tensor]:
@@ -330,12 +341,14 @@ def score(
 ) -> Tensor:
     """Latent scores of every cached token for every query token: ``[B,L,S]`` fp32.
 
-    ``query [B,L,H,D]`` is rotated (``block_rotary``), or pre-rotary with ``rotary="none"`` (``rope_free``). ``head_score`` says how heads
-    combine: ``"sum"`` of their approximate logits (the paper), their ``"max"``, or the ``"mass"`` of attention that each gives the
-    token (softmax of ``scale`` times the approximate logit, modified and masked as the true one, summed over heads).
+    ``query [B,L,H,D]`` is rotated (``block_rotary``), or pre-rotary with ``rotary="none"`` (``rope_free``).
+    ``head_score`` says how heads
+    combine: ``"sum"`` of their approximate logits (the paper), their ``"max"``, or the ``"mass"`` of attention that
+    each gives the token (softmax of ``scale`` times the approximate logit, modified and masked as the true one, summed
+    over heads).
 
-    -inf: not selectable (masked for every head, at or past ``capacity``, or held by the ring, which is always attended). +inf: always
-    selected (the first ``sinks`` slots, and recent tokens that the ring has lost).
+    -inf: not selectable (masked for every head, at or past ``capacity``, or held by the ring, which is always
+    attended). +inf: always selected (the first ``sinks`` slots, and recent tokens that the ring has lost).
     """
     batch, queries, heads, dim = query.shape
     total, kv_heads = codes.shape[1], decoder.shape[1] // dim
@@ -374,7 +387,9 @@ def score(
 def _latent_logits(
     query: Tensor, basis: Tensor, latent: Tensor, block_cos: Tensor, block_sin: Tensor, rotary: str
 ) -> Tensor:
-    """Products of un-rotated queries with latents: joint ``[B,L,N,D]`` -> ``[B,L,S]``, or per head ``[B,L,N,G,D]`` -> ``[B,H,L,S]``."""
+    """Products of un-rotated queries with latents: joint ``[B,L,N,D]`` -> ``[B,L,S]``, or per head ``[B,L,N,G,D]`` ->
+    ``[B,H,L,S]``.
+    """
     per_head = query.dim() == 5
     queries = query.shape[1]
     if per_head:
@@ -460,7 +475,8 @@ def score_select(
     return select(scores, k)
 
 
-# ---- sals::attend, sals::rebuild, dense attention -----------------------------------------------------------------------
+# ---- sals::attend, sals::rebuild, dense attention
+# -----------------------------------------------------------------------
 
 
 def rebuild(
@@ -480,7 +496,9 @@ def rebuild(
 def modify(
     logits: Tensor, kv: Tensor, modifier: str, tensors: Sequence[Tensor], integers: Sequence[int], valid: Tensor | None
 ) -> Tensor:
-    """Score modifier, then mask, of ``logits [B,H,L,K]`` at keys ``kv`` (broadcasts to ``[B,H,L,K]``); masked are -inf."""
+    """Score modifier, then mask, of ``logits [B,H,L,K]`` at keys ``kv`` (broadcasts to ``[B,H,L,K]``); masked are
+    -inf.
+    """
     parsed = Modifier.parse(modifier)
     batch, heads, queries, _ = logits.shape
     indices = _grid(batch, heads, queries, logits.device) | {"kv": kv, "score": logits}
@@ -493,7 +511,9 @@ def modify(
 
 
 def softmax(logits: Tensor, sink_logits: Tensor | None, fully_masked: str = "zero") -> Tensor:
-    """Over the last dim of ``[B,H,L,K]``; rows with nothing to attend give zeros. ``sink_logits [H]`` join the denominator."""
+    """Over the last dim of ``[B,H,L,K]``; rows with nothing to attend give zeros. ``sink_logits [H]`` join the
+    denominator.
+    """
     top = logits.amax(-1, keepdim=True)
     if sink_logits is not None:
         top = torch.maximum(top, sink_logits.float().view(1, -1, 1, 1))
@@ -528,15 +548,16 @@ def attend(
     decoder_codes: Tensor | None = None,
     decoder_scales: Tensor | None = None,
 ) -> Tensor:
-    """Attention of ``query [B,L,H,D]`` (rotated) over the ring and the tokens ``indices [B,L,K]`` (-1: none) -> ``[B,L,H,D]``.
+    """Attention of ``query [B,L,H,D]`` (rotated) over the ring and the tokens ``indices [B,L,K]`` (-1: none) ->
+    ``[B,L,H,D]``.
 
-    The selected keys are rebuilt and rotated by their recorded rows; values are dequantised and the value transform is undone
-    on the output. ``decoder_codes [E,R]`` int8 and ``decoder_scales [E]`` (:func:`quantize_decoder`), when given, stand for
-    ``decoder``: kernels then rebuild on int8 tensor cores.
+    The selected keys are rebuilt and rotated by their recorded rows; values are dequantised and the value transform is
+    undone on the output. ``decoder_codes [E,R]`` int8 and ``decoder_scales [E]`` (:func:`quantize_decoder`), when
+    given, stand for ``decoder``: kernels then rebuild on int8 tensor cores.
     """
     if decoder_codes is not None and decoder_scales is not None:
         decoder = decoder_codes.T.float() * decoder_scales.float()
-    batch, queries, heads, dim = query.shape
+    _, queries, heads, dim = query.shape
     kv_heads = decoder.shape[1] // dim
     groups = heads // kv_heads
     grouped = query.float().unflatten(2, (kv_heads, groups))  # [B,L,N,G,D]
@@ -603,7 +624,9 @@ def reconstruct(
     rotary: str,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Attention of ``query [B,L,H,D]`` over *every* cached token, all rebuilt: low-rank KV compression without selection."""
+    """Attention of ``query [B,L,H,D]`` over *every* cached token, all rebuilt: low-rank KV compression without
+    selection.
+    """
     key, value = materialize(
         codes,
         scales,
@@ -637,7 +660,9 @@ def materialize(
     capacity: int,
     rotary: str,
 ) -> tuple[Tensor, Tensor]:
-    """Every cached token as dense rotated keys and values ``[B,capacity,N,D]``: exact where the ring holds it, else rebuilt."""
+    """Every cached token as dense rotated keys and values ``[B,capacity,N,D]``: exact where the ring holds it, else
+    rebuilt.
+    """
     dim = ring_key.shape[-1]
     key = rebuild(
         codes[:, :capacity],
@@ -668,7 +693,9 @@ def dense_attention(
     scale: float,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """The dense meaning of a site: ``query [B,L,H,D]``, ``key [B,S,N,D]`` (rotated), ``value [B,S,N,Dv]`` -> ``[B,L,H,Dv]``."""
+    """The dense meaning of a site: ``query [B,L,H,D]``, ``key [B,S,N,D]`` (rotated), ``value [B,S,N,Dv]`` ->
+    ``[B,L,H,Dv]``.
+    """
     kv_heads = key.shape[2]
     grouped = query.float().unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B,N,G,L,D]
     logits = (grouped @ key.float().permute(0, 2, 3, 1).unsqueeze(2)) * scale
@@ -679,7 +706,8 @@ def dense_attention(
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype).contiguous().contiguous()
 
 
-# ---- the stateless form: one selection per block of queries -------------------------------------------------------------
+# ---- the stateless form: one selection per block of queries
+# -------------------------------------------------------------
 
 
 def block_select(
@@ -700,11 +728,12 @@ def block_select(
 ) -> Tensor:
     """Tokens that each block of queries attends: ``[B, ceil(L/query_block), k]`` int32, ascending, padded with -1.
 
-    ``query [B,L,H,D]`` rotated, ``key_pre [B,S,N,D]``; ``encoder [E,Rs]`` and ``decoder [Rs,E]`` are the score ranks alone. A block's
-    score is that of its mean query. Always selected: the first ``sinks`` keys and the keys within ``recents`` of the block's own
-    (query ``q`` stands at key ``q + S - L``). Never: keys masked for every query and head of the block.
+    ``query [B,L,H,D]`` rotated, ``key_pre [B,S,N,D]``; ``encoder [E,Rs]`` and ``decoder [Rs,E]`` are the score ranks
+    alone. A block's score is that of its mean query. Always selected: the first ``sinks`` keys and the keys within
+    ``recents`` of the block's own (query ``q`` stands at key ``q + S - L``). Never: keys masked for every query and
+    head of the block.
     """
-    batch, queries, heads, dim = query.shape
+    batch, queries, heads, _ = query.shape
     total, kv_heads = key_pre.shape[1], key_pre.shape[2]
     blocks = -(-queries // query_block)
     padding = blocks * query_block - queries
@@ -755,7 +784,8 @@ def block_attend(
 ) -> Tensor:
     """Attention of each block of queries over its selected tokens' exact keys: ``[B,L,H,D]``.
 
-    ``query [B,L,H,D]``, ``key [B,S,N,D]`` (rotated), ``value [B,S,N,Dv]``, ``indices [B,Q,K]`` from :func:`block_select`.
+    ``query [B,L,H,D]``, ``key [B,S,N,D]`` (rotated), ``value [B,S,N,Dv]``, ``indices [B,Q,K]`` from
+    :func:`block_select`.
     """
     batch, queries, heads, dim = query.shape
     kv_heads = key.shape[2]

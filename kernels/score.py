@@ -113,8 +113,8 @@ def _project_kernel(
 ):  # fmt: skip
     """Program (tile of blocks, part of TILE_R coordinates, query token): the projected query of each block.
 
-    Either fp32 ``[rows, blocks, RS]``, or int8 ``[rows, blocks, 2, RS]`` with ``steps [rows, blocks, parts]``: two terms
-    of a number, ``step * (first + second / 254)``, which is 15 bits of it.
+    Either fp32 ``[rows, blocks, RS]``, or int8 ``[rows, blocks, 2, RS]`` with ``steps [rows, blocks, parts]``: two
+    terms of a number, ``step * (first + second / 254)``, which is 15 bits of it.
     """
     row = tl.program_id(2)
     b = row // queries

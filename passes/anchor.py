@@ -9,6 +9,7 @@ itself.)
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,7 +86,13 @@ def anchoring() -> Iterator[None]:
     operator."""
     functional: Any = torch.nn.functional
     original = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = ops.operator("scaled_dot_product_attention")
+    anchored, tracing = ops.operator("scaled_dot_product_attention"), threading.get_ident()
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        # Other threads may be training: theirs stays PyTorch's own.
+        return (anchored if threading.get_ident() == tracing else original)(*args, **kwargs)
+
+    functional.scaled_dot_product_attention = attention
     try:
         yield
     finally:

@@ -175,11 +175,12 @@ def _part(node: Node) -> Node | None:
     whole, position = node.args
     if not isinstance(whole, Node) or whole.op != "call_function" or not isinstance(position, int):
         return None
+    dim: Any
     if whole.target is aten.unbind.int:
         dim = whole.args[1] if len(whole.args) > 1 else 0
         return emit(node, aten.select.int, whole.args[0], dim, position)
     if whole.target in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
-        dim: Any = whole.args[2] if len(whole.args) > 2 else whole.kwargs.get("dim", 0)
+        dim = whole.args[2] if len(whole.args) > 2 else whole.kwargs.get("dim", 0)
         widths = [v.shape[dim] for v in whole.meta["val"]]
         if not all(isinstance(w, int) for w in widths):
             return None

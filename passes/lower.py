@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -60,7 +61,7 @@ def decompose(gm: GraphModule, inputs: Sequence[Any], table: dict[Any, Any], eve
     table |= meanings if everything or on_cpu(inputs) else {anchored: meanings[anchored]}
     # Constants made while retracing (arange, full) must be as fake as the inputs are.
     fake = torch._guards.detect_fake_mode(list(inputs)) or contextlib.nullcontext()
-    with torch._dispatch.python.enable_python_dispatcher(), fake:
+    with enable_python_dispatcher(), fake:
         return make_fx(gm, decomposition_table=table)(*inputs)
 
 

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels import reference
-from ..kernels.index_expr import Expr, Modifier, Q, load
+from ..kernels.index_expr import TRUE, Expr, Modifier, Q, load
 from .graph import ancestors
 from .ir import AttentionSite, Declined
 
@@ -228,16 +228,21 @@ def _run(
         rows = torch.cat((rows[:1], rows[-1:], picks)).unique()
     actual = dense_meaning(site, get, rows).float()
     expected = expected[:, rows]
-    # A query with every key masked has no defined output (contract): the record gives zeros, dense spellings give NaN,
-    # zeros or the plain mean of all values (a finite fill). Any other value there is a disagreement.
+    # A query with every key masked has no defined output (contract): the record gives zeros; dense spellings give NaN,
+    # zeros, or (a finite fill) the mean of all values, or attention as if nothing were masked. Any other value there is
+    # a disagreement.
     empty = (actual == 0).all(-1, keepdim=True)
     if empty.any():
-        unmasked = replace(
+        undefined = expected.isnan().any(-1, keepdim=True) | (expected == 0).all(-1, keepdim=True)
+        unmasked = replace(site, modifier=replace(site.modifier, mask=TRUE))
+        flat = replace(
             site, modifier=Modifier(), scale=0.0, modifier_tensors=(), modifier_integers=(), sink_logits=None
         )
-        mean = dense_meaning(unmasked, get, rows).float()
-        close = (expected - mean).norm(dim=-1, keepdim=True) <= 2e-2 * mean.norm(dim=-1, keepdim=True)
-        empty = empty & (expected.isnan().any(-1, keepdim=True) | (expected == 0).all(-1, keepdim=True) | close)
+        for other in (flat, unmasked):
+            value = dense_meaning(other, get, rows).float()
+            near = (expected - value).norm(dim=-1, keepdim=True) <= 2e-2 * value.norm(dim=-1, keepdim=True)
+            undefined = undefined | near
+        empty = empty & undefined
     if empty.all():
         return None
     difference = torch.where(empty, 0.0, actual - expected)

@@ -1,8 +1,8 @@
 """sals-compile: ``torch.compile(model, backend="sals")`` makes long-context attention cheap.
 
-The attention of any traced PyTorch model is found, proved and rewritten into SALS attention (Sparse Attention in Latent Space, arXiv
-2510.24273): keys kept as a low-rank latent from before the rotary embedding, top-k token selection in that latent, and sparse attention over the
-tokens chosen.
+The attention of any traced PyTorch model is found, proved and rewritten into SALS attention (Sparse Attention in Latent
+Space, arXiv 2510.24273): keys kept as a low-rank latent from before the rotary embedding, top-k token selection in that
+latent, and sparse attention over the tokens chosen.
 """
 
 from .backend import DeclinedError, sals

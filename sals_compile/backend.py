@@ -1,7 +1,7 @@
 """``torch.compile(model, backend="sals")``: a Dynamo graph in, a callable out. This file reads as the table of passes.
 
-anchor (Dynamo graph) -> trace (AOT, functional ATen) -> canonicalize -> match -> verify -> plan -> rewrite and lower (``runtime.py``, once per
-variant, when first needed).
+anchor (Dynamo graph) -> trace (AOT, functional ATen) -> canonicalize -> match -> verify -> plan -> rewrite and lower
+(``runtime.py``, once per variant, when first needed).
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def sals(
 ) -> Callable[..., Any]:
     """The backend that ``torch.compile`` calls with each graph that Dynamo traced.
 
-    ``options`` are those of :class:`sals_compile.SalsConfig`; ``mode`` keeps torch.compile's meaning (Inductor's modes). Raises
-    :class:`sals_compile.OptionError` for a bad option and, under ``on_decline="error"``, :class:`DeclinedError`.
+    ``options`` are those of :class:`sals_compile.SalsConfig`; ``mode`` keeps torch.compile's meaning (Inductor's
+    modes). Raises :class:`sals_compile.OptionError` for a bad option and, under ``on_decline="error"``,
+    :class:`DeclinedError`.
     """
     config = load_calibration(SalsConfig.from_options(options))
     if torch.is_grad_enabled() and any(isinstance(i, Tensor) and i.requires_grad for i in example_inputs):
@@ -97,8 +98,8 @@ def compile_anchored(
         run = aot_module_simplified(
             gm,
             list(example_inputs),
-            fw_compiler=inference_compiler,
-            inference_compiler=inference_compiler,
+            fw_compiler=inference_compiler,  # type: ignore[arg-type]
+            inference_compiler=inference_compiler,  # type: ignore[arg-type]
             keep_inference_input_mutations=True,
         )
     if not built:
@@ -158,8 +159,8 @@ def _dense_for_training(
     if not _training_noticed:
         _training_noticed = True
         warnings.warn(
-            "backend='sals' is for inference: gradients are required here, so attention stays dense. Call the model under "
-            "torch.no_grad() or torch.inference_mode().",
+            "backend='sals' is for inference: gradients are required here, so attention stays dense. Call the model "
+            "under torch.no_grad() or torch.inference_mode().",
             stacklevel=2,
         )
     if config.lowering != "inductor":
@@ -170,7 +171,8 @@ def _dense_for_training(
     from torch._inductor.compile_fx import compile_fx
 
     patches = dict(torch._inductor.list_mode_options(mode)) if mode else {}
-    return compile_fx(gm, list(example_inputs), config_patches=patches | dict(config.inductor))
+    patches |= dict(config.inductor)
+    return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
 
 
 __all__ = ["DeclinedError", "OptionError", "sals"]

@@ -1,8 +1,9 @@
-"""State: what an adopted KV cache holds besides its dense buffers, and what a model's sites have learnt (moments, bases).
+"""State: what an adopted KV cache holds besides its dense buffers, and what a model's sites have learnt (moments,
+bases).
 
-An :class:`AdoptedCache` belongs to one set of static KV buffers and is found again by their storage, so that the graphs of prefill and decode
-share it, two caches of one model never mix, and it goes when the buffers go. A :class:`SiteMemory` belongs to one attention site of
-one model and outlives caches.
+An :class:`AdoptedCache` belongs to one set of static KV buffers and is found again by their storage, so that the graphs
+of prefill and decode share it, two caches of one model never mix, and it goes when the buffers go. A
+:class:`SiteMemory` belongs to one attention site of one model and outlives caches.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ DISTANCES = 64
 
 #: Why a cache of inference tensors stays dense.
 UNWATCHED = (
-    "the KV cache was created under torch.inference_mode(), whose tensors do not count writes, so writes by others could not be "
-    "noticed; attention over it stays dense. Create the cache under torch.no_grad() instead."
+    "the KV cache was created under torch.inference_mode(), whose tensors do not count writes, so writes by others could "
+    "not be noticed; attention over it stays dense. Create the cache under torch.no_grad() instead."
 )
 
 
@@ -186,7 +187,9 @@ class SiteMemory:
 
 
 def make_basis(memory: SiteMemory, plan: SitePlan, config: SalsConfig, rows: Rows | None, projection: Any) -> Basis:
-    """The site's basis by ``config.basis`` from what was observed. ``projection``: ``(weight, norm weight or None)`` or None."""
+    """The site's basis by ``config.basis`` from what was observed. ``projection``: ``(weight, norm weight or None)`` or
+    None.
+    """
     site, rank = plan.site, plan.rank
     if config.basis == "weights" and projection is not None:
         return weights(projection[0], projection[1], rank)
@@ -205,8 +208,9 @@ def make_basis(memory: SiteMemory, plan: SitePlan, config: SalsConfig, rows: Row
 class AdoptedCache:
     """The state beside one set of static KV buffers.
 
-    ``phase`` is ``"dense"`` (the buffers alone are up to date) or ``"sparse"`` (latents are as well). ``tokens`` is an upper bound of the tokens
-    cached, counted on the host. ``versions`` are the buffers' version counters after our last call: any other writer changes them.
+    ``phase`` is ``"dense"`` (the buffers alone are up to date) or ``"sparse"`` (latents are as well). ``tokens`` is an
+    upper bound of the tokens cached, counted on the host. ``versions`` are the buffers' version counters after our last
+    call: any other writer changes them.
     """
 
     def __init__(self, buffers: Sequence[Tensor], rows: Sequence[Rows], rows_of: dict[int, Rows]) -> None:
@@ -254,7 +258,9 @@ def pre_rotary_keys(site: AttentionSite, key: Tensor, rows: Rows, slots: Tensor)
 def import_dense(
     plan: SitePlan, key: Tensor, value: Tensor, rows: Rows, latents: Latents, memory: SiteMemory, slots: Tensor
 ) -> None:
-    """Encode the tokens of a dense cache: ``key``, ``value`` ``[B, S, N, D]`` (rotated keys), tokens at ``slots [n]`` ascending."""
+    """Encode the tokens of a dense cache: ``key``, ``value`` ``[B, S, N, D]`` (rotated keys), tokens at ``slots [n]``
+    ascending.
+    """
     site = plan.site
     key, value = key[:, slots], value[:, slots]
     reference.store_latents(
@@ -275,7 +281,8 @@ def import_dense(
 
 
 def bytes_per_token(plan: SitePlan, config: SalsConfig) -> tuple[float, float]:
-    """``(stored, dense)`` KV bytes of a cached site per slot and batch row: codes, scales and its ring, over the slots it has.
+    """``(stored, dense)`` KV bytes of a cached site per slot and batch row: codes, scales and its ring, over the slots
+    it has.
 
     Rotary rows are shared by all sites and counted in :func:`kv_bytes_per_token`.
     """
@@ -288,7 +295,9 @@ def bytes_per_token(plan: SitePlan, config: SalsConfig) -> tuple[float, float]:
 
 
 def kv_bytes_per_token(plans: Sequence[SitePlan], groups: Sequence[RowGroup], config: SalsConfig) -> dict[str, float]:
-    """KV bytes per slot and batch row over all cached sites: ``dense`` and ``sals`` (everything stored, rows once per group)."""
+    """KV bytes per slot and batch row over all cached sites: ``dense`` and ``sals`` (everything stored, rows once per
+    group).
+    """
     cached = [bytes_per_token(p, config) for p in plans if p.site.cached]
     total = {"dense": sum(d for _, d in cached), "sals": sum(s for s, _ in cached)}
     for group in groups:

@@ -463,8 +463,8 @@ class _Observer:
             return aot_module_simplified(
                 gm,
                 list(example_inputs),
-                fw_compiler=compiler,
-                inference_compiler=compiler,
+                fw_compiler=compiler,  # type: ignore[arg-type]
+                inference_compiler=compiler,  # type: ignore[arg-type]
                 keep_inference_input_mutations=True,
             )
 

@@ -15,8 +15,9 @@ BASIS = ("query_weighted", "pca", "weights")
 SCORING = ("block_rotary", "rope_free")
 HEAD_SCORE = ("sum", "max", "mass")
 
-#: Named sets of options. The paper's (arXiv 2510.24273): PCA latents in the key's own type, scored without rotation by half of the
-#: latent, no value transform, first two and last layer dense. Its 12.5 % setting has 2-bit values; here the fewest are 4.
+#: Named sets of options. The paper's (arXiv 2510.24273): PCA latents in the key's own type, scored without rotation by
+#: half of the latent, no value transform, first two and last layer dense. Its 12.5 % setting has 2-bit values; here the
+#: fewest are 4.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper-25": {
         "rank": 0.25,
@@ -34,35 +35,41 @@ PRESETS["paper-12.5"] = PRESETS["paper-25"] | {"rank": 0.125, "score_rank": 0.06
 
 
 class OptionError(ValueError):
-    """A bad option: the message names the option, its value, what is allowed and, for a typing slip, the nearest name."""
+    """A bad option: the message names the option, its value, what is allowed and, for a typing slip, the nearest
+    name.
+    """
 
 
 @dataclass(frozen=True)
 class SalsConfig:
     """Options of ``torch.compile(model, backend="sals", options={...})``. All are optional.
 
-    Symbols: ``E = KV heads * head dim`` (joint key width), ``R`` rank, ``Rs`` score rank, ``T`` tokens attended per query.
-    Defaults are those measured in the README's quality table.
+    Symbols: ``E = KV heads * head dim`` (joint key width), ``R`` rank, ``Rs`` score rank, ``T`` tokens attended per
+    query. Defaults are those measured in the README's quality table.
 
     Attributes:
         preset: a named set of options, ``"paper-25"`` or ``"paper-12.5"``; options given beside it override it.
-        attention: what becomes of a matched site. ``"sals"``: low-rank latents and top-k selection. ``"reconstruct"``: the same latents,
-            every key rebuilt, no selection. ``"exact"``: full rank, not quantised, all tokens (equals dense; for tests).
-            ``"dense"``: matched and verified, left dense.
+        attention: what becomes of a matched site. ``"sals"``: low-rank latents and top-k selection. ``"reconstruct"``:
+            the same latents, every key rebuilt, no selection. ``"exact"``: full rank, not quantised, all tokens (equals
+            dense; for tests). ``"dense"``: matched and verified, left dense.
         rank: ``R``; an int, or a float as a fraction of ``E``.
         score_rank: ``Rs``, the leading latent coordinates that score tokens; an int, or a float as a fraction of ``E``.
         latent_bits: 8 (int8 with one scale per token) or 16 (the key's own floating type).
         value_bits: 4 or 8 (grouped along the head dim), or 16 (the value's own type).
         value_transform: ``"hadamard"`` rotates each value head before quantising (undone on the output), or ``"none"``.
-        basis: how encoder and decoder are computed: ``"query_weighted"``, ``"pca"`` (the paper) or ``"weights"`` (no data).
+        basis: how encoder and decoder are computed: ``"query_weighted"``, ``"pca"`` (the paper) or ``"weights"`` (no
+            data).
         scoring: ``"block_rotary"`` or ``"rope_free"`` (the paper).
-        head_score: how the heads' approximate logits make one score: ``"sum"`` (the paper), ``"max"``, or ``"mass"`` (attention given).
+        head_score: how the heads' approximate logits make one score: ``"sum"`` (the paper), ``"max"``, or ``"mass"``
+            (attention given).
         budget: ``T``, tokens attended per query: sinks, recents and critical tokens. No more cached than this: dense.
         sinks: first tokens, always attended.
         recents: last tokens, always attended, kept exact in a ring.
         query_block: queries that share one selection when a graph has no cache (encoders, whole-sequence forward).
-        decode_tokens: the most query tokens of a call that is treated as decoding (sparse) rather than prefill (dense, exact).
-        skip_layers: sites left dense: indices in order of appearance (negative from the end), or module path substrings.
+        decode_tokens: the most query tokens of a call that is treated as decoding (sparse) rather than prefill (dense,
+            exact).
+        skip_layers: sites left dense: indices in order of appearance (negative from the end), or module path
+            substrings.
         calibration: a ``Calibration`` or the path of one; without it the first long prompt is the calibration.
         on_decline: ``"dense"`` leaves a declined site as it was; ``"error"`` raises with the reasons.
         lowering: ``"inductor"``, ``"eager"`` or ``"mlir"``.
@@ -138,7 +145,7 @@ class SalsConfig:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise OptionError(f"unknown option {name!r} (value {value!r}){hint} Known options: {', '.join(fields)}")
             options[name] = _typed(name, value)
-        return SalsConfig(**PRESETS.get(options.get("preset"), {}) | options)
+        return SalsConfig(**PRESETS.get(options.get("preset") or "", {}) | options)
 
     def resolve_rank(self, joint_width: int) -> tuple[int, int]:
         """``(R, Rs)`` for ``E = joint_width``. Raises :class:`OptionError` for a rank over ``E`` or ``Rs > R``."""

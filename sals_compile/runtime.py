@@ -1,9 +1,10 @@
 """The compiled callable: one Dynamo graph, its variants, and the choice between them at every call.
 
-A graph with adopted caches has a ``dense`` variant (exact; records rotary rows and query moments) and a ``sparse`` one. Which runs is
-decided from what the host knows without asking the device: the cache's phase, an upper bound of its tokens, the number of new tokens. The change
-from dense to sparse is one import between calls. The dense buffers stay written (a mirror), so that going back to dense is always right: after
-``reset()``, after somebody else wrote to them, for a long prefill.
+A graph with adopted caches has a ``dense`` variant (exact; records rotary rows and query moments) and a ``sparse`` one.
+Which runs is decided from what the host knows without asking the device: the cache's phase, an upper bound of its
+tokens, the number of new tokens. The change from dense to sparse is one import between calls. The dense buffers stay
+written (a mirror), so that going back to dense is always right: after ``reset()``, after somebody else wrote to them,
+for a long prefill.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +43,9 @@ log = logging.getLogger("sals_compile")
 
 
 class Registry:
-    """State shared by the graphs of one configuration: adopted caches by storage, site memories by (weight storage, site)."""
+    """State shared by the graphs of one configuration: adopted caches by storage, site memories by (weight storage,
+    site).
+    """
 
     def __init__(self) -> None:
         self.caches = StorageDict()
@@ -57,6 +61,14 @@ class Registry:
         return sites.setdefault(name, SiteMemory())
 
 
+def _integer_input(position: int, args: Sequence[Any]) -> int:
+    return int(args[position])
+
+
+def _dim_of_input(position: int, dim: int, args: Sequence[Any]) -> int:
+    return args[position].shape[dim]
+
+
 class SizeReader:
     """Evaluates traced sizes (symbols of the shape environment) from the integers and shapes of a call's inputs."""
 
@@ -65,11 +77,11 @@ class SizeReader:
         for position, node in enumerate(placeholders):
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt):
-                self._learn(value, lambda args, p=position: int(args[p]))
+                self._learn(value, partial(_integer_input, position))
             elif isinstance(value, Tensor):
                 for dim, size in enumerate(value.shape):
                     if isinstance(size, torch.SymInt):
-                        self._learn(size, lambda args, p=position, d=dim: args[p].shape[d])
+                        self._learn(size, partial(_dim_of_input, position, dim))
 
     def _learn(self, size: torch.SymInt, read: Callable[[Sequence[Any]], int]) -> None:
         expression = size.node.expr
@@ -160,7 +172,8 @@ class CompiledGraph:
         for index in self.active:
             self._install_known_basis(index, example)
         if self._symbolic():
-            # Guards on symbols must reach Dynamo's own, so variants of dynamic graphs are compiled while it is still tracing.
+            # Guards on symbols must reach Dynamo's own, so variants of dynamic graphs are compiled while it is still
+            # tracing.
             if not self.cached:
                 self._variant("sparse", {}, None)
             self._variant("dense", {}, None)
@@ -171,7 +184,9 @@ class CompiledGraph:
         return bool(self.sizes.sources)
 
     def _owner(self, plan: SitePlan, example: dict[Node, Any]) -> Tensor:
-        """The parameter whose storage identifies the model: the key projection's, else the graph's first floating input."""
+        """The parameter whose storage identifies the model: the key projection's, else the graph's first floating
+        input.
+        """
         site = plan.site
         candidates = [site.projection.weight] if site.projection is not None else []
         written = {c.buffer for p in self.plans for c in (p.site.key_cache, p.site.value_cache) if c is not None}
@@ -376,7 +391,9 @@ class CompiledGraph:
     # ---- phases -----------------------------------------------------------------------------------------------------
 
     def _read_slots(self, args: Sequence[Any]) -> Tensor:
-        """The slots that this call writes, computed from its inputs. Waits for the device: only where a phase may change."""
+        """The slots that this call writes, computed from its inputs. Waits for the device: only where a phase may
+        change.
+        """
         node = self._cache_of(self.cached[0], "key_cache").slots
         values: dict[Node, Any] = {}
         for step in ancestors([node], []):
@@ -397,8 +414,8 @@ class CompiledGraph:
         last = int(self._read_slots(args).max()) + 1
         if last > capacity:
             raise IndexError(
-                f"KV cache is full: this call writes up to slot {last - 1} and the cache has {capacity}; create it with a "
-                f"larger max_cache_len, or reset it"
+                f"KV cache is full: this call writes up to slot {last - 1} and the cache has {capacity}; create it "
+                f"with a larger max_cache_len, or reset it"
             )
         cache.tokens = last - fresh
 
@@ -421,8 +438,8 @@ class CompiledGraph:
             if self.plans[index].site.key_rotary is not None and not bool(rows.written()[:start].all()):
                 missing = int((~rows.written()[:start]).sum())
                 cache.refused = (
-                    f"{missing} of {start} cached tokens were not written by this compiled model; attention over them stays "
-                    f"dense. Prefill through the compiled model, or reset the cache."
+                    f"{missing} of {start} cached tokens were not written by this compiled model; attention over them "
+                    f"stays dense. Prefill through the compiled model, or reset the cache."
                 )
                 return
         self._import(cache, keys, values, start)
@@ -517,9 +534,9 @@ class CompiledGraph:
         if cache is None:
             extra = [self._state(e, None, args) for e in variant.rewritten.inputs]
         else:  # hundreds of tensors that stay the same from token to token
-            extra = cache.inputs.get(variant)
-            if extra is None:
-                extra = cache.inputs[variant] = [self._state(e, cache, args) for e in variant.rewritten.inputs]
+            if variant not in cache.inputs:
+                cache.inputs[variant] = [self._state(e, cache, args) for e in variant.rewritten.inputs]
+            extra = cache.inputs[variant]
         return variant.call([*args, *extra])
 
     def _holds(self, guard: Any, args: Sequence[Any]) -> bool:

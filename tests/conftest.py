@@ -22,7 +22,8 @@ _torch_random = _TorchRandom()
 hypothesis.register_random(_torch_random)
 
 # No deadline: the first example of a test pays for tracing and compiling.
-# CI does not shrink: a shrink recompiles hundreds of times, and the seed is fixed, so the deep profile finds the same example.
+# CI does not shrink: a shrink recompiles hundreds of times, and the seed is fixed, so the deep profile finds the same
+# example.
 hypothesis.settings.register_profile(
     "ci",
     derandomize=True,

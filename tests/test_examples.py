@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import sals_compile
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PROMISES = {
@@ -43,3 +47,15 @@ def test_runs(name, tmp_path):
     for promise in PROMISES[name]:
         assert promise in done.stdout, done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_readme_names_every_option_and_links_to_what_exists():
+    text = (EXAMPLES.parent / "README.md").read_text()
+    table = text.split("## Options")[1].split("\n## ")[0]
+    for option in dataclasses.fields(sals_compile.SalsConfig):
+        assert f"`{option.name}`" in table, option.name
+        line = next(row for row in table.splitlines() if f"`{option.name}`" in row.split(" | ")[0])
+        shown = f"`{option.default!r}`".replace("'", '"')
+        assert shown in line or option.default is dataclasses.MISSING, line
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (EXAMPLES.parent / target).exists(), target

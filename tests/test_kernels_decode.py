@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 
 from kernel_tools import TARGETS, Compiled, compile_for, record
 
+from sals_compile.bench import operator
 from sals_compile.kernels import attend, dispatch, encode, ops, reference, score, select
 from sals_compile.kernels.index_expr import KV, SCORE, B, H, Modifier, Q, const, integer, load, make
 
@@ -321,3 +322,19 @@ def test_every_operator_of_the_table_exists_and_can_be_launched() -> None:
     assert set(dispatch.TRITON) <= set(ops.SCHEMAS)
     for name in ("record_rows", "encode", "score", "select", "score_select", "attend"):
         assert callable(dispatch.launcher(name))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="not about kernels")
+def test_bench_operator_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("has one")
+    assert operator.run(["--sizes", "16x4k"]) == 2
+    assert "this machine has none" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(INTERPRETED, reason="not about kernels")
+def test_bench_operator_floors() -> None:
+    floors = operator.floors(operator.PRESETS["gqa"], 8, 32768, 384, int8=False)
+    assert floors["score"]["bytes"] == pytest.approx(8 * 32768 * (256 + 6) + 2 * 1024 * 256)
+    assert floors["attend"]["us"] == pytest.approx(2 * 8 * 384 * 512 * 1024 / operator.RATES["bf16"] * 1e6)
+    assert floors["total"]["us"] < sum(floors[s]["us"] for s in ("encode", "score", "select", "attend"))

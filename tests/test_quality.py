@@ -168,18 +168,24 @@ def test_a_plot_is_drawn(results, tmp_path):
 # ---- needles --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", needles.TASKS)
-def test_a_prompt_is_exactly_as_long_as_asked_and_holds_its_values(task):
+def test_a_text_is_exactly_as_long_as_asked_and_holds_its_values():
     class Plain(Letters):
         def __call__(self, text, **_):
             return {"input_ids": [ord(c) for c in text]}
 
-    prompt = needles.build(Plain(), text(6000), task, 0.3, 2000, seed=3)
-    assert prompt.tokens.shape == (1, 2000)
-    whole = "".join(chr(i) for i in prompt.tokens[0].tolist())
-    assert all(value in whole for value in prompt.values)
-    assert abs(whole.index(prompt.values[0]) / 2000 - 0.3) < 0.1
-    assert "?" in whole[prompt.split :] and not any(v in whole[prompt.split :] for v in prompt.values)
+    made = needles.build(Plain(), text(6000), 3000, seed=3)
+    assert made.tokens.shape == (1, 3000)
+    whole = "".join(chr(i) for i in made.tokens[0].tolist())
+    assert [q.task for q in made.questions] == ["passkey", *["multi-key"] * 4, "multi-value"]
+    for question in made.questions:
+        asked = "".join(map(chr, question.tail))
+        assert all(value in whole and value not in asked for value in question.values)
+        assert any(abs(whole.index(value) / 3000 - question.depth) < 0.1 for value in question.values)
+        assert "?" in asked and asked.endswith(" is" if len(question.values) == 1 else " are")
+    # The key asked for is the one that the value stands beside.
+    for question in made.questions[1:5]:
+        key = "".join(map(chr, question.tail)).rsplit(" ", 2)[1]
+        assert f"number for {key} is {question.values[0]}." in whole
 
 
 def test_found_values():
@@ -187,28 +193,47 @@ def test_found_values():
     assert needles.found_in("1234567 and 7654320", ["1234567", "7654321"]) == 0.5
 
 
-@pytest.mark.parametrize("sparse_question", [False, True])
-def test_needles_run_on_both_models(sparse_question):
-    model = llama()
+def test_needles_run_on_both_models():
     scores = needles.run(
-        model,
+        llama(),
         Letters(),
-        SMALL,
-        tasks=["passkey", "multi-key"],
-        tokens=460,
+        SMALL | {"budget": 64},
+        tasks=["passkey", "multi-value"],
+        tokens=700,
         count=1,
         steps=3,
         text=text(),
-        sparse_question=sparse_question,
         progress=False,
     )
-    assert len(scores.answers) == 2
+    assert [a.task for a in scores.answers] == ["passkey", "multi-value"]
     assert scores.summary()["all"]["prompts"] == 2
     json.dumps(scores.summary())
 
 
+def test_needles_of_the_dense_model_are_those_of_generate():
+    """What "dense" answers here is what plain greedy decoding of the whole prompt answers."""
+    model = llama()
+    made = needles.build(Letters(), text(), 700, 0, ["passkey"])
+    scores = needles.run(
+        model,
+        Letters(),
+        SMALL | {"budget": 64},
+        tasks=["passkey"],
+        tokens=700,
+        count=1,
+        steps=4,
+        text=text(),
+        progress=False,
+    )
+    tokens = torch.cat((made.tokens, torch.tensor([made.questions[0].tail])), 1)
+    with torch.no_grad():
+        for _ in range(4):
+            tokens = torch.cat((tokens, model(tokens).logits[:, -1:].argmax(-1)), 1)
+    assert scores.answers[0].dense_text == Letters().decode(tokens[0, -4:].tolist())
+
+
 def test_bad_needles():
     with pytest.raises(needles.QualityError, match="allowed are passkey"):
-        needles.build(Letters(), text(), "haystack", 0.5, 400, 0)
+        needles.build(Letters(), text(), 700, 0, ["haystack"])
     with pytest.raises(needles.QualityError, match="the text has 3000 tokens"):
-        needles.build(Letters(), text(), "passkey", 0.5, 9000, 0)
+        needles.build(Letters(), text(), 9000, 0)

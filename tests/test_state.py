@@ -1,4 +1,6 @@
-"""Caches over their life: phases, reset, foreign writes, two at once, full. Each bad input gives a clear error or a right dense result."""
+"""Caches over their life: phases, reset, foreign writes, two at once, full. Each bad input gives a clear error or a
+right dense result.
+"""
 
 from __future__ import annotations
 
@@ -139,8 +141,12 @@ def test_two_models_do_not_mix(model):
     cuts = [40, *range(41, 51)]
     alone = rollout(compiled(other.forward, **SMALL), tokens, cuts, static_cache(other, 60))
     rollout(compiled(model.forward, **SMALL), tokens, cuts, static_cache(model, 60))
-    again = rollout(torch.compile(other.forward, backend="sals", options={"lowering": "eager", **SMALL}), tokens, cuts,
-                    static_cache(other, 60))
+    again = rollout(
+        torch.compile(other.forward, backend="sals", options={"lowering": "eager", **SMALL}),
+        tokens,
+        cuts,
+        static_cache(other, 60),
+    )
     torch.testing.assert_close(again[:, :40], alone[:, :40])
 
 

@@ -90,7 +90,8 @@ def _turn(x: Tensor) -> Tensor:
 
 
 class CachedAttention(nn.Module):
-    """Self-attention with a static KV cache of its own arguments, as a decoder layer has: ``(x, start, keys, values) -> out``.
+    """Self-attention with a static KV cache of its own arguments, as a decoder layer has: ``(x, start, keys, values) ->
+    out``.
 
     ``mask``: ``bool``, ``additive`` or ``none`` (single-token calls only). Buffers are ``[B, N, S, D]``.
     """

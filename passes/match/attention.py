@@ -505,7 +505,7 @@ def _drops_sinks(user: Node, trace: ViewTrace, roles: Roles) -> bool:
     axis = (int(user.args[1]) if len(user.args) > 1 else 0) % len(trace.dims)  # type: ignore[arg-type]
     start, step = (user.args[i] if len(user.args) > i else d for i, d in ((2, 0), (4, 1)))
     whole, kept = shape_of(user.args[0])[axis], shape_of(user)[axis]  # type: ignore[arg-type]
-    return _is_role(trace.dims[axis], roles[3]) and start in (0, None) and step == 1 and same(kept, whole - 1)
+    return _is_role(trace.dims[axis], roles[3]) and bool(start in (0, None) and step == 1 and same(kept, whole - 1))
 
 
 def _conjuncts(expr: Expr) -> set[Expr]:

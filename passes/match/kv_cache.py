@@ -135,7 +135,7 @@ def _scatter(update: Node) -> _Write | None:
     if varying in ([], [dim]) and rank == 1:
         return _Write(buffer, dim, trace.base, new)  # type: ignore[arg-type]
     if varying in ([], [0], [dim], [0, dim]) and dim and rank == 2:
-        order = [a.dim for i in varying for a in axes[i]]
+        order = [a.dim or 0 for i in varying for a in axes[i]]
         if order == sorted(order) and all(len(axes[i]) == 1 for i in varying):
             return _Write(buffer, dim, trace.base, new)  # type: ignore[arg-type]
     raise Mismatch("the cache is scattered into at slots that are not one per token", update)

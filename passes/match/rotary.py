@@ -149,7 +149,7 @@ def _join(node: Node) -> tuple[str, Node, Node] | None:
     node = strip(node)
     if calls(node, aten.cat.default) and _on_last_dim(node) and len(node.args[0]) == 2:  # type: ignore[arg-type]
         a, b = node.args[0]  # type: ignore[misc]
-        return ("half", a, b) if same(shape_of(a)[-1], shape_of(b)[-1]) else None  # type: ignore[arg-type]
+        return ("half", a, b) if same(shape_of(a)[-1], shape_of(b)[-1]) else None  # type: ignore[arg-type,return-value]
     if calls(node, *_VIEWS):
         stacked = strip(node.args[0])  # type: ignore[arg-type]
         shape = shape_of(stacked)

@@ -1,8 +1,9 @@
 """``sals bench decode``: end-to-end decode speed and memory, dense beside SALS, in one run.
 
-The model is a Llama of the named shape with random weights (speed does not depend on their values) and a static cache that is filled with random
-state to ``--context`` tokens; both systems decode greedily through ``model.forward`` with the same harness. *Dense* is
-``torch.compile`` (Inductor) with CUDA graphs; *ideal dense* is all weight and KV bytes at the copy bandwidth measured in the same run.
+The model is a Llama of the named shape with random weights (speed does not depend on their values) and a static cache
+that is filled with random state to ``--context`` tokens; both systems decode greedily through ``model.forward`` with
+the same harness. *Dense* is ``torch.compile`` (Inductor) with CUDA graphs; *ideal dense* is all weight and KV bytes at
+the copy bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def set_length(cache: Any, tokens: int) -> None:
 
 
 def fill_latents(forward: Any, model: Any, cache: Any, context: int, options: dict[str, Any]) -> Any:
-    """Go sparse on a short prompt, then fill the state with random tokens up to ``context``. Returns the adopted cache."""
+    """Go sparse on a short prompt, then fill the state with random tokens up to ``context``. Returns the adopted
+    cache.
+    """
     from ..backend import registry_for
     from ..config import SalsConfig
 
@@ -162,7 +165,9 @@ def run(
     model = build(shape, layers, context, device, dtype)
     weights = sum(p.nbytes for p in model.parameters())
     c = model.config
-    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * (c.hidden_size // c.num_attention_heads) * dtype.itemsize
+    per_token = (
+        2 * c.num_hidden_layers * c.num_key_value_heads * (c.hidden_size // c.num_attention_heads) * dtype.itemsize
+    )
     result: dict[str, Any] = {
         "shape": shape,
         "layers": c.num_hidden_layers,
@@ -176,39 +181,43 @@ def run(
     if bandwidth:
         ideal = (weights + per_token * batch * context) / bandwidth
         result |= {"copy_bandwidth": bandwidth, "ideal_dense_tokens_per_s": batch / ideal}
-    capacity = -(-(context + steps + 16) // 128) * 128
     for name in systems:
         torch._dynamo.reset()
         gc.collect()
         if gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        chosen = dict(options or {}) | ({"cudagraphs": True} if gpu else {})
         try:
-            cache = new_cache(model, batch, capacity)
-            if name == "dense":
-                forward = torch.compile(model.forward, mode="reduce-overhead" if gpu else None)
-                for layer in cache.layers:
-                    layer.keys.normal_()
-                    layer.values.normal_()
-                set_length(cache, context)
-                state_bytes = per_token * batch * capacity
-            else:
-                forward = torch.compile(model.forward, backend="sals", options=chosen)
-                adopted = fill_latents(forward, model, cache, context, chosen)
-                state_bytes = adopted.nbytes()
-            seconds = time_steps(forward, model, cache, steps)
-            entry = {
-                "tokens_per_s": batch / statistics.median(seconds),
-                "ms_per_step": 1e3 * statistics.median(seconds),
-                "kv_bytes": state_bytes,
-                "peak_bytes": torch.cuda.max_memory_allocated() if gpu else None,
-            }
+            entry = _measure(name, model, batch, context, steps, options or {}, gpu)
         except torch.OutOfMemoryError as failure:
             entry = {"error": f"out of memory: {str(failure).splitlines()[0]}"}
         result["systems"][name] = entry
-        cache = forward = adopted = None
     return result
+
+
+def _measure(
+    name: str, model: Any, batch: int, context: int, steps: int, options: dict[str, Any], gpu: bool
+) -> dict[str, Any]:
+    """Speed and memory of one system at one point; its cache is freed on return."""
+    cache = new_cache(model, batch, -(-(context + steps + 16) // 128) * 128)
+    if name == "dense":
+        forward = torch.compile(model.forward, mode="reduce-overhead" if gpu else None)
+        for layer in cache.layers:
+            layer.keys.normal_()
+            layer.values.normal_()
+        set_length(cache, context)
+        state_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    else:
+        chosen = options | ({"cudagraphs": True} if gpu else {})
+        forward = torch.compile(model.forward, backend="sals", options=chosen)
+        state_bytes = fill_latents(forward, model, cache, context, chosen).nbytes()
+    seconds = time_steps(forward, model, cache, steps)
+    return {
+        "tokens_per_s": batch / statistics.median(seconds),
+        "ms_per_step": 1e3 * statistics.median(seconds),
+        "kv_bytes": state_bytes,
+        "peak_bytes": torch.cuda.max_memory_allocated() if gpu else None,
+    }
 
 
 def describe_machine(device: str) -> dict[str, str]:

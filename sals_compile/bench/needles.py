@@ -1,13 +1,15 @@
-"""`sals bench needles`: facts hidden in a long text, asked for on the dense model and on SALS with identical prompts.
+"""`sals bench needles`: facts hidden in long texts, asked for on the dense model and on SALS with identical prompts.
 
-Three tasks, after RULER (arXiv 2404.06654) and the passkey test: ``passkey`` (one key in the text), ``multi-key`` (four
-keys, one asked for: the others are distractors) and ``multi-value`` (one key with two values, both asked for; scored by
-the share found). Values are strings of seven digits, so nothing but the needle tells them. The answer is begun for the
-model (``... is``), and decoded greedily; a value counts if all of its digits stand in the answer in order.
+Three tasks, after RULER (arXiv 2404.06654) and the passkey test, all hidden in the same text: ``passkey`` (one key),
+``multi-key`` (four keys with a value each, one asked for: the others are distractors) and ``multi-value`` (one key with
+two values, both asked for; scored by the share found). Values are strings of seven digits, so nothing but the needle
+tells them. The answer is begun for the model (``... is``) and decoded greedily; a value counts if its digits stand in
+the answer in order.
 
-Every prompt has exactly ``--tokens`` tokens. It is prefilled once, dense, through the compiled model, but for its last
-token (with ``--sparse-question``: but for everything after the text). The rest and the answer are then decoded by SALS
-and, from the same cache, by the dense model.
+A text of exactly ``--tokens`` tokens is prefilled once, dense, through the compiled model. Every question about it, and
+the answer, are then decoded sparsely, :data:`CHUNK` tokens of the question at a call: SALS never sees the needle and
+the question in one dense pass, as it would where the question is part of the prefill. Then the same questions are
+asked of the dense model from the same cache.
 
     sals bench needles --tokens 4096 --count 4 --json needles.json
 """
@@ -41,16 +43,29 @@ KEYS = ("apple", "river", "candle", "window", "garden", "silver", "mountain", "p
 #: Digits of a value.
 DIGITS = 7
 
+#: Tokens of a question per decode call; a question is begun a few tokens early, in the text, so that they divide it.
+CHUNK = 8
 
-@dataclass
-class Prompt:
-    """``tokens [1, S]`` ending in the begun answer; the text ends at ``split``; ``values`` are what to find."""
+#: Tokens that are fed again, dense, before each question, so that it starts from the text's exact state.
+AGAIN = 16
+
+
+@dataclass(frozen=True)
+class Question:
+    """``tail``: tokens of question and begun answer; ``values``: what to find; ``depth`` (0 to 1) of the needle."""
 
     task: str
     depth: float
-    tokens: Tensor
-    split: int
+    tail: list[int]
     values: list[str]
+
+
+@dataclass(frozen=True)
+class Text:
+    """``tokens [1, S]``, up to the end of the text, and the questions about it."""
+
+    tokens: Tensor
+    questions: list[Question]
 
 
 @dataclass
@@ -89,31 +104,32 @@ class Scores:
         return result
 
 
-def build(tokenizer: Any, text: str, task: str, depth: float, tokens: int, seed: int) -> Prompt:
-    """A prompt of exactly ``tokens`` tokens with its first needle at ``depth`` (0 to 1) of the text.
+def build(tokenizer: Any, text: str, tokens: int, seed: int, tasks: Sequence[str] = TASKS) -> Text:
+    """A text of exactly ``tokens`` tokens (the prompt's beginning included) with all needles, spread evenly over it.
 
     Raises:
         QualityError: an unknown task, or a text too short for ``tokens``.
     """
-    if task not in TASKS:
-        raise QualityError(f"task {task!r}: allowed are {', '.join(TASKS)}")
+    for task in tasks:
+        if task not in TASKS:
+            raise QualityError(f"task {task!r}: allowed are {', '.join(TASKS)}")
     draw = random.Random(seed)
-    values = ["".join(draw.choice("123456789") for _ in range(DIGITS)) for _ in range(4)]
-    keys = draw.sample(KEYS, 4)
-    if task == "passkey":
-        needles = [f"The pass key is {values[0]}. Remember it. {values[0]} is the pass key."]
-        question, begun = "What is the pass key?", "The pass key is"
-        wanted = values[:1]
-    elif task == "multi-key":
-        needles = [f"The special magic number for {k} is {v}." for k, v in zip(keys, values, strict=True)]
-        question = f"What is the special magic number for {keys[0]} mentioned in the text?"
-        begun, wanted = f"The special magic number for {keys[0]} is", values[:1]
-    else:
-        needles = [f"One of the special magic numbers for {keys[0]} is {v}." for v in values[:2]]
-        question = f"What are the two special magic numbers for {keys[0]} mentioned in the text?"
-        begun, wanted = f"The two special magic numbers for {keys[0]} are", values[:2]
+    keys = draw.sample(KEYS, 5)
+    values = ["".join(draw.choice("123456789") for _ in range(DIGITS)) for _ in range(7)]
+    needles = {
+        f"The pass key is {values[0]}. Remember it. {values[0]} is the pass key.": ("passkey", None),
+        **{
+            f"The special magic number for {key} is {value}.": ("multi-key", key)
+            for key, value in zip(keys[:4], values[1:5], strict=True)
+        },
+        **{f"One of the special magic numbers for {keys[4]} is {v}.": ("multi-value", keys[4]) for v in values[5:]},
+    }
+    order = list(needles)
+    draw.shuffle(order)
+    depths = {needle: (i + 0.5) / len(order) for i, needle in enumerate(order)}
     place = "<<text>>"
-    message = f"Some facts are hidden in the following text. Remember them.\n\n{place}\n\n{question}"
+    asked = "<<question>>"
+    message = f"Some facts are hidden in the following text. Remember them.\n\n{place}\n\n{asked}"
     if getattr(tokenizer, "chat_template", None):
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
@@ -121,20 +137,33 @@ def build(tokenizer: Any, text: str, task: str, depth: float, tokens: int, seed:
     else:
         prompt = (tokenizer.bos_token or "") + message + "\n"
     before, _, after = prompt.partition(place)
-    head, tail = _encode(tokenizer, before), _encode(tokenizer, after + begun)
-    hidden = [_encode(tokenizer, f"\n\n{needle}\n\n") for needle in needles]
-    room = tokens - len(head) - len(tail) - sum(map(len, hidden))
+    head = _encode(tokenizer, before)
+    hidden = {needle: _encode(tokenizer, f"\n\n{needle}\n\n") for needle in order}
+    room = tokens - len(head) - sum(map(len, hidden.values()))
     hay = _encode(tokenizer, text)
     if room < 64 or len(hay) < room:
         raise QualityError(f"the text has {len(hay)} tokens; a prompt of {tokens} needs {max(room, 64)} of them")
     offset = draw.randrange(len(hay) - room + 1)
     hay = hay[offset : offset + room]
-    # The needle asked for (and the first of two values) stands at the depth, the others are spread over the text.
-    places = [round(depth * room)] + [round((depth + (i + 1) / len(hidden)) % 1.0 * room) for i in range(len(hidden))]
-    for place_at, needle in sorted(zip(places, hidden, strict=False), key=lambda item: -item[0]):
-        hay[place_at:place_at] = needle
-    ids = torch.tensor([head + hay + tail], dtype=torch.int64)
-    return Prompt(task, depth, ids, len(head) + len(hay), wanted)
+    for needle in reversed(order):
+        at = round(depths[needle] * room)
+        hay[at:at] = hidden[needle]
+
+    questions: list[Any] = []
+    for needle, (task, key) in needles.items():
+        if task == "passkey":
+            question, begun, wanted = "What is the pass key?", "The pass key is", values[:1]
+        elif task == "multi-key":
+            question = f"What is the special magic number for {key} mentioned in the text?"
+            begun, wanted = f"The special magic number for {key} is", [values[1 + keys.index(str(key))]]
+        else:
+            question = f"What are the two special magic numbers for {key} mentioned in the text?"
+            begun, wanted = f"The two special magic numbers for {key} are", values[5:]
+        tail = _encode(tokenizer, after.replace(asked, question) + begun)
+        known = any(q.task == task == "multi-value" for q in questions)
+        if task in tasks and not known:
+            questions.append(Question(task, depths[needle], tail, wanted))
+    return Text(torch.tensor([head + hay], dtype=torch.int64), questions)
 
 
 def found_in(answer: str, values: Sequence[str]) -> float:
@@ -170,22 +199,21 @@ def run(
     tasks: Sequence[str] = TASKS,
     tokens: int = 4096,
     count: int = 4,
-    steps: int = 24,
-    sparse_question: bool = False,
+    steps: int = 18,
     lowering: str = "eager",
     calibration: Calibration | None = None,
     text: str | None = None,
     progress: bool = True,
     done: Callable[[Scores], None] = lambda scores: None,
 ) -> Scores:
-    """Ask ``count`` prompts of every task, at depths spread over the text, of both models.
+    """Ask all questions about ``count`` texts of both models.
 
     Args:
         model, tokenizer: as :func:`sals_compile.bench.models.load` gives them.
         options: of the compiler.
-        calibration: without one, the first prompt is the calibration.
+        calibration: without one, the first text is the calibration.
         text: the haystack; English prose by default.
-        done: called after each prompt.
+        done: called after each text.
 
     Raises:
         QualityError: see :func:`build`; or decoding did not go sparse.
@@ -194,49 +222,54 @@ def run(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from transformers import StaticCache
 
-    text = models.english_text() if text is None else text
-    full = {"skip_layers": SKIP, "lowering": lowering} | dict(options)
+    haystack = models.english_text() if text is None else text
+    full = {"skip_layers": SKIP, "lowering": lowering} | dict(options) | {"decode_tokens": CHUNK}
     if calibration is not None:
         full["calibration"] = calibration
     config = SalsConfig.from_options(full)
+    texts = [build(tokenizer, haystack, tokens, seed, tasks) for seed in range(count)]
     torch._dynamo.reset()
     forward = torch.compile(model.forward, backend="sals", options=full, dynamic=False)
     scores = Scores(dict(options))
-    prompts = [
-        build(tokenizer, text, task, (i + 0.5) / count, tokens, seed=100 * TASKS.index(task) + i)
-        for i in range(count)
-        for task in tasks
-    ]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    stop = tokenizer.eos_token_id
     c = model.config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    longest = max(len(q.tail) for t in texts for q in t.questions)
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-        task_bar = bar.add_task("needles", total=len(prompts))
-        for prompt in prompts:
-            bar.update(task_bar, description=f"{prompt.task} at {prompt.depth:.2f}")
-            # Some slots to spare: the cache's length is the same for all prompts, so that each graph is compiled once.
-            cache = StaticCache(config=c, max_cache_len=tokens + steps)
+        task = bar.add_task("needles", total=2 * sum(len(t.questions) for t in texts))
+        for asked in texts:
+            cache = StaticCache(config=c, max_cache_len=tokens + 128 * (1 + (longest + steps) // 128))
             cache.early_initialization(1, c.num_key_value_heads, head_dim, model.dtype, model.device)
-            ids = prompt.tokens.to(model.device)
-            # One boundary for all prompts of a run, so that there is one prefill graph.
-            start = tokens - 1
-            if sparse_question:
-                start = tokens - max(tokens - p.split for p in prompts)
-            forward(ids[:, :start], past_key_values=cache, logits_to_keep=1)
-            sparse = answer(forward, cache, ids, start, steps, 1, stop)
-            adopted = registry_for(config).caches.get(cache.layers[len(cache.layers) // 2].keys)
-            if adopted is None or adopted.phase != "sparse":
-                raise QualityError(
-                    "decoding did not go sparse: " + (adopted.refused if adopted else "no cache adopted")
-                )
-            dense = answer(model.forward, cache, ids, start, steps, 1, stop)
-            texts = [tokenizer.decode(t, skip_special_tokens=True) for t in (dense, sparse)]
-            shares = [found_in(t, prompt.values) for t in texts]
-            scores.answers.append(Answers(prompt.task, prompt.depth, prompt.values, *shares, *texts))
-            bar.advance(task_bar)
+            body = asked.tokens.to(model.device)
+            forward(body, past_key_values=cache, logits_to_keep=1)
+            found: dict[str, list[str]] = {"sals": [], "dense": []}
+            # All of SALS's questions first: what the uncompiled model writes to the cache would be foreign to it.
+            for kind, called in (("sals", forward), ("dense", model.forward)):
+                for question in asked.questions:
+                    bar.update(task, description=f"{kind}: {question.task} at {question.depth:.2f}")
+                    tail = torch.tensor([question.tail], device=model.device)
+                    start = tokens - (-len(question.tail)) % CHUNK
+                    if kind == "sals":
+                        for layer in cache.layers:
+                            layer.cumulative_length.fill_(start - AGAIN)
+                        forward(body[:, start - AGAIN : start], past_key_values=cache, logits_to_keep=1)
+                    whole = torch.cat((body, tail), 1)
+                    chosen = answer(called, cache, whole, start, steps, CHUNK, tokenizer.eos_token_id)
+                    found[kind].append(tokenizer.decode(chosen, skip_special_tokens=True))
+                    if kind == "sals":
+                        _check_sparse(config, cache)
+                    bar.advance(task)
+            for question, dense, sals in zip(asked.questions, found["dense"], found["sals"], strict=True):
+                shares = [found_in(answered, question.values) for answered in (dense, sals)]
+                scores.answers.append(Answers(question.task, question.depth, question.values, *shares, dense, sals))
             done(scores)
     return scores
+
+
+def _check_sparse(config: SalsConfig, cache: Any) -> None:
+    adopted = registry_for(config).caches.get(cache.layers[len(cache.layers) // 2].keys)
+    if adopted is None or adopted.phase != "sparse":
+        raise QualityError("decoding did not go sparse: " + (adopted.refused if adopted else "no cache was adopted"))
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -249,11 +282,10 @@ def parser() -> argparse.ArgumentParser:
         prog="sals bench needles", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--model", default="smollm2", help="as for `sals explain`, language models only")
-    made.add_argument("--tokens", type=int, default=4096, help="tokens of a prompt")
-    made.add_argument("--count", type=int, default=4, help="prompts of each task, at as many depths")
-    made.add_argument("--steps", type=int, default=24, help="most tokens of an answer")
+    made.add_argument("--tokens", type=int, default=4096, help="tokens of a text")
+    made.add_argument("--count", type=int, default=4, help="texts, each with up to six questions")
+    made.add_argument("--steps", type=int, default=18, help="most tokens of an answer")
     made.add_argument("--tasks", default=",".join(TASKS))
-    made.add_argument("--sparse-question", action="store_true", help="decode the question sparsely too")
     made.add_argument("--text", type=Path, metavar="FILE", help="the haystack (default: English prose)")
     made.add_argument("--calibration", type=Path, metavar="FILE", help="a calibration made before")
     made.add_argument("--options", default="", metavar="OPTION=VALUE,...", help="options of the compiler")
@@ -291,7 +323,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokens=args.tokens,
             count=args.count,
             steps=args.steps,
-            sparse_question=args.sparse_question,
             lowering=args.lowering,
             calibration=calibration,
             text=args.text.read_text() if args.text else None,
@@ -300,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (QualityError, OptionError, ImportError, OSError, ValueError) as error:
         print(f"sals bench needles: {error}", file=sys.stderr)
         return 2
-    shown = Table(title=f"{args.model}, prompts of {args.tokens} tokens")
+    shown = Table(title=f"{args.model}, texts of {args.tokens} tokens")
     for column in ("task", "prompts", "dense", "SALS", "SALS / dense"):
         shown.add_column(column, justify="left" if column == "task" else "right")
     for task, row in scores.summary().items():

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -255,7 +256,7 @@ def dense_baselines(
         kernels["flex"] = lambda key, value: compiled(query, key, value, enable_gqa=grouped)
     for name, kernel in kernels.items():
         try:
-            found[name] = time_graph([lambda k=k, v=v, kernel=kernel: kernel(k, v) for k, v in caches])
+            found[name] = time_graph([partial(kernel, k, v) for k, v in caches])
         except Exception as error:
             print(
                 f"{name}: does not run here ({type(error).__name__}: {str(error).splitlines()[0][:120]})",
@@ -433,7 +434,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         print("sals bench operator needs Triton (pip install triton).", file=sys.stderr)
         return 2
     about = environment()
-    rows = []
+    rows: list[Any] = []
     for name in options.presets:
         for size in options.sizes:
             for position, rebuild in enumerate(options.rebuild):

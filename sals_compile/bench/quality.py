@@ -250,7 +250,7 @@ class _Inspector(Interpreter):
         args = list(self.fetch_args_kwargs_from_env(n)[0])
         query, chosen, ring_key, ring_slots = args[0], args[1], args[6], args[8]
         scores = next(a for a in n.all_input_nodes if a.target is torch.ops.sals.score_select.default)
-        slots = self.env[scores.args[7]]
+        slots = self.env[scores.args[7]]  # type: ignore[index]
         held = next(v for k, v in self.env.items() if k.op == "placeholder" and k.name == buffer)
         key = layout.to_roles(held).float().clone()  # [B,S,N,D]
         ring = ring_slots[0].long()
@@ -447,8 +447,8 @@ def measure(
         for window in windows:
             for depth in window.reference:
                 found = decode(model, forward, window, depth, positions, chunk, config)
-                for metric, values in found.items():
-                    sums.setdefault(metric, []).append(values)
+                for metric, value in found.items():
+                    sums.setdefault(metric, []).append(value)
                 result.kl_by_depth[f"{window.name}@{depth}"] = float(found["kl"].mean())
                 step()
     for metric, values in sums.items():
