@@ -20,7 +20,7 @@ demo: $(VENV)/.installed-demo ## set up, then SmolLM2-135M: dense against SALS o
 	$(BIN)/python examples/generate.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## set up, then all tests
-	$(BIN)/python -P -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -n auto --dist loadfile $(PYTEST_ARGS)  # one file to a process: models and kernels are shared within one
 
 lint: $(VENV)/.installed-lint ## set up, then ruff (rules and format) and mypy
 	$(BIN)/ruff check .

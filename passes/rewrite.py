@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 
 from ..config import SalsConfig
 from ..kernels import ops
+from .graph import ancestors
 from .ir import AttentionSite, SitePlan
 from .plan import near_tokens
 from .verify import rotary_rows, site_slots
@@ -37,7 +39,11 @@ class StateInput:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Sites that rotate by the same cos/sin at the same slots share their recorded rows."""
+    """Sites that rotate by the same cos/sin at the same slots share their recorded rows.
+
+    Every layer of a cache may count its tokens for itself (transformers' StaticCache does), so slots are grouped by how
+    they are computed; that the counters agree is checked at run time (``runtime.py``).
+    """
 
     index: int
     sites: tuple[int, ...]
@@ -53,7 +59,7 @@ class Rewritten:
 
 
 def row_groups(plans: Sequence[SitePlan]) -> list[RowGroup]:
-    """Cached sites by what their rows depend on: the cos, sin and slot nodes (and how they are laid out)."""
+    """Cached sites by what their rows depend on: the cos and sin nodes, how slots are computed, and the capacity."""
     groups: dict[Any, list[int]] = {}
     for index, entry in enumerate(plans):
         site = entry.site
@@ -64,8 +70,30 @@ def row_groups(plans: Sequence[SitePlan]) -> list[RowGroup]:
         if site.key_rotary is not None:
             rotary = site.key_rotary
             rows = (rotary.form, *((o.node, o.layout) for o in (rotary.cos, rotary.sin)))
-        groups.setdefault((rows, site.key_cache.slots, site.key_cache.capacity), []).append(index)
+        key = (rows, slot_recipe(site.key_cache.slots), site.key_cache.capacity)
+        groups.setdefault(key, []).append(index)
     return [RowGroup(i, tuple(members)) for i, members in enumerate(groups.values())]
+
+
+def slot_recipe(slots: Node) -> str:
+    """How a slot node is computed, its inputs known by shape and type alone."""
+    steps = ancestors([slots], [])
+    number = {node: i for i, node in enumerate(steps)}
+
+    def name(node: Node) -> str:
+        return f"%{number[node]}"
+
+    lines = []
+    for node in steps:
+        value = node.meta.get("val")
+        kind = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else str(value)
+        computed = (
+            "input"
+            if node.op == "placeholder"
+            else f"{node.target} {map_arg(node.args, name)} {map_arg(node.kwargs, name)}"
+        )
+        lines.append(f"{kind} {computed}")
+    return "\n".join(lines)
 
 
 class _Writer:

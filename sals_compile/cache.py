@@ -33,8 +33,8 @@ DISTANCES = 64
 
 #: Why a cache of inference tensors stays dense.
 UNWATCHED = (
-    "the KV cache was created under torch.inference_mode(), whose tensors do not count writes, so writes by others could "
-    "not be noticed; attention over it stays dense. Create the cache under torch.no_grad() instead."
+    "the KV cache was created under torch.inference_mode(), whose tensors do not count writes, so writes by others "
+    "could not be noticed; attention over it stays dense. Create the cache under torch.no_grad() instead."
 )
 
 
@@ -221,6 +221,7 @@ class AdoptedCache:
         self.latents: dict[int, Latents] = {}
         self.keys = {storage_key(b) for b in buffers}
         self.versions: list[int] | None = None
+        self.counter_versions: list[int] | None = None
         self.refused = ""
         #: state tensors in the order each variant takes them, remembered between calls
         self.inputs: dict[Any, list[Tensor]] = {}
@@ -229,7 +230,15 @@ class AdoptedCache:
         """Whether somebody else wrote to the buffers since our last call."""
         return self.versions is not None and self.versions != [b._version for b in buffers]
 
-    def record_versions(self, buffers: Sequence[Tensor]) -> None:
+    def recounted(self, counters: Sequence[Tensor]) -> bool:
+        """Whether somebody else wrote to the layers' token counters since our last call, or may have."""
+        if any(c.is_inference() for c in counters):
+            return True
+        return self.counter_versions != [c._version for c in counters]
+
+    def record_versions(self, buffers: Sequence[Tensor], counters: Sequence[Tensor] = ()) -> None:
+        if not any(c.is_inference() for c in counters):
+            self.counter_versions = [c._version for c in counters]
         if any(b.is_inference() for b in buffers):
             self.refused = UNWATCHED
             return

@@ -241,8 +241,8 @@ def _load(name: str, dtype: str) -> tuple[Any, Any]:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from . import calibrate as calibration
     from .bench import models
+    from .calibrate import CalibrationError, calibrate
 
     if not args.output.resolve().parent.is_dir():
         raise UserError(f"{args.output}: the folder {args.output.resolve().parent} does not exist")
@@ -252,8 +252,8 @@ def _calibrate(args: argparse.Namespace) -> int:
     if tokens.shape[1] < args.tokens:
         _say(f"the text has {tokens.shape[1]} tokens, fewer than the {args.tokens} asked for")
     try:
-        made = calibration.calibrate(model.to(args.device), [tokens], context=args.context, progress=not args.json)
-    except calibration.CalibrationError as error:
+        made = calibrate(model.to(args.device), [tokens], context=args.context, progress=not args.json)
+    except CalibrationError as error:
         raise UserError(str(error)) from error
     made.save(args.output)
     result = {

@@ -147,7 +147,7 @@ class CompiledGraph:
         self.variants: dict[Any, Variant] = {}
         self.fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in self.placeholders])
         self.outputs = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
-        self.pending: tuple[AdoptedCache, list[Tensor]] | None = None
+        self.pending: tuple[AdoptedCache, list[Tensor], list[Tensor]] | None = None
         self.warned: set[str] = set()
         # Parameters and KV buffers never move, so CUDA graphs may bake their addresses in.
         written = {c.buffer for p in plans for c in (p.site.key_cache, p.site.value_cache) if c is not None}
@@ -169,6 +169,16 @@ class CompiledGraph:
             and config.calibration is None
             and (config.basis == "query_weighted" or bool(self.stateless))
         )
+        #: positions of the inputs that slots are computed from, where sites of one row group have slots of their own
+        self.counters: list[int] = []
+        self.recount = True
+        for group in self.groups:
+            nodes = dict.fromkeys(self._cache_of(i, "key_cache").slots for i in group.sites)
+            if len(nodes) > 1:
+                feeding = ancestors(nodes, [])
+                self.counters += [
+                    self.position[n] for n in feeding if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
+                ]
         for index in self.active:
             self._install_known_basis(index, example)
         if self._symbolic():
@@ -287,14 +297,14 @@ class CompiledGraph:
         cache = None if born else self._find(keys)
         if cache is None:
             cache = self._adopt(keys, args, born)
+        self._check_counters(cache, args)
         if not born:
             self._check_room(cache, fresh, args)
             self._choose_phase(cache, keys, values, fresh, args)
         sparse = cache.phase == "sparse" and fresh <= self.config.decode_tokens and not born
         if cache.phase == "sparse" and not sparse:
-            cache.phase = (
-                "dense"  # a long prefill is exact; the buffers are up to date, and the next decode imports them
-            )
+            # A long prefill is exact; the buffers are up to date, and the next decode imports them.
+            cache.phase = "dense"
         outputs = self._run("sparse" if sparse else "dense", args, cache)
         cache.tokens += fresh
         if born:
@@ -302,7 +312,7 @@ class CompiledGraph:
             values = [outputs[p] for p in self._born_outputs("value_cache")]
             self._rekey(cache, keys)
             buffers = [*keys, *values]
-        self.pending = (cache, buffers)
+        self.pending = (cache, buffers, [args[p] for p in self.counters])
         return outputs
 
     def inspect(self, args: Sequence[Any]) -> None:
@@ -312,13 +322,15 @@ class CompiledGraph:
             cache = None if born else self._find(keys)
             if cache is not None and cache.touched([*keys, *values]):
                 cache.forget()
+            counters = [args[p] for p in self.counters]
+            self.recount = cache is None or cache.recounted(counters)
 
     def settle(self) -> None:
         """After AOT's epilogue: remember the buffers' versions."""
         if self.pending is not None:
-            cache, buffers = self.pending
+            cache, buffers, counters = self.pending
             self.pending = None
-            cache.record_versions(buffers)
+            cache.record_versions(buffers, counters)
             if cache.refused:
                 self._warn(cache.refused)
 
@@ -394,7 +406,28 @@ class CompiledGraph:
         """The slots that this call writes, computed from its inputs. Waits for the device: only where a phase may
         change.
         """
-        node = self._cache_of(self.cached[0], "key_cache").slots
+        return self._evaluate(self._cache_of(self.cached[0], "key_cache").slots, args)
+
+    def _check_counters(self, cache: AdoptedCache, args: Sequence[Any]) -> None:
+        """Layers that count their tokens for themselves and share rows must stand at the same slots.
+
+        Looked at when a cache is new and whenever somebody else wrote to a counter; our own graphs advance them alike.
+        """
+        if not (self.counters and self.recount):
+            return
+        for group in self.groups:
+            nodes = dict.fromkeys(self._cache_of(i, "key_cache").slots for i in group.sites)
+            slots = [self._evaluate(n, args) for n in nodes]
+            if any(not torch.equal(slots[0], s) for s in slots[1:]):
+                cache.forget()
+                cache.refused = (
+                    "layers of the KV cache stand at different positions, so they cannot share rotary rows; attention "
+                    "over it stays dense. Reset the cache."
+                )
+                return
+
+    def _evaluate(self, node: Node, args: Sequence[Any]) -> Tensor:
+        """The value of an integer node, from the inputs of a call."""
         values: dict[Node, Any] = {}
         for step in ancestors([node], []):
             if step.op == "placeholder":

@@ -247,3 +247,28 @@ def test_inference_mode_with_an_ordinary_cache(model):
         pieces = [run(tokens[:, :40], past_key_values=cache).logits]
         pieces += [run(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(40, 50)]
     assert_close(torch.cat(pieces, 1), expected, torch.float32)
+
+
+def test_layers_share_one_row_group(model):
+    """transformers' StaticCache counts tokens per layer; rows are recorded once all the same."""
+    run = compiled(model.forward, **SMALL)
+    rollout(run, torch.randint(0, 64, (1, 45)), [40, *range(41, 46)], static_cache(model, 60))
+    for report in sals_compile.compiled_reports():
+        assert len(report._compiled.groups) == 1
+        stored = report.kv_bytes_per_token()
+        assert stored["sals"] < sum(s.kv_bytes_per_token for s in report.sites) + 2 * 4 * 16 * 2
+
+
+def test_layers_at_different_positions_stay_dense(model, caplog):
+    tokens = torch.randint(0, 64, (1, 50))
+    results = []
+    run = compiled(model.forward, **SMALL)
+    for forward in (model.forward, run):
+        cache = static_cache(model, 70)
+        pieces = [rollout(forward, tokens, [40], cache)]
+        cache.layers[1].cumulative_length.add_(3)  # a hole in one layer: odd, but dense attention is well defined
+        with caplog.at_level(logging.WARNING, logger="sals_compile"):
+            pieces.append(rollout(forward, tokens[:, 40:], list(range(1, 11)), cache))
+        results.append(torch.cat(pieces, 1))
+    assert_close(results[1], results[0], torch.float32)
+    assert "different positions" in caplog.text
