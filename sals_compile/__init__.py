@@ -6,12 +6,15 @@ latent, and sparse attention over the tokens chosen.
 """
 
 from .backend import DeclinedError, sals
+from .calibrate import Calibration, CalibrationError, calibrate
 from .config import OptionError, SalsConfig
 from .report import Explanation, GraphReport, SiteReport, compiled_reports, explain
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Calibration",
+    "CalibrationError",
     "DeclinedError",
     "Explanation",
     "GraphReport",
@@ -19,6 +22,7 @@ __all__ = [
     "SalsConfig",
     "SiteReport",
     "__version__",
+    "calibrate",
     "compiled_reports",
     "explain",
     "sals",
