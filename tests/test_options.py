@@ -1,0 +1,84 @@
+"""Bad options fail with the option's name, its value, what is allowed and the nearest valid name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_exact import compiled
+from tiny import Attention, llama, rollout, static_cache
+
+import sals_compile
+from sals_compile import OptionError, SalsConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"atention": "sals"}, ["'atention'", "'sals'", "did you mean 'attention'"]),
+        ({"attention": "salz"}, ["attention='salz'", "'reconstruct'", "did you mean 'sals'"]),
+        ({"budget": "512"}, ["budget='512'", "str", "int"]),
+        ({"budget": True}, ["budget=True", "bool"]),
+        ({"budget": 100, "sinks": 16, "recents": 128}, ["budget=100", "sinks + recents", "144"]),
+        ({"rank": 1.5}, ["rank=1.5", "(0, 1]"]),
+        ({"rank": 0}, ["rank=0", "at least 1"]),
+        ({"latent_bits": 3}, ["latent_bits=3", "8, 16"]),
+        ({"recents": 4}, ["decode_tokens=8", "recents=4"]),
+        ({"skip_layers": 3.5}, ["skip_layers", "indices"]),
+        ({"lowering": "indutcor"}, ["did you mean 'inductor'"]),
+    ],
+)
+def test_bad_options(options, parts):
+    with pytest.raises(OptionError) as failure:
+        SalsConfig.from_options(options)
+    for part in parts:
+        assert part in str(failure.value)
+
+
+def test_bad_option_fails_at_the_first_call():
+    module = Attention(2, 2, 8, False, True, False)
+    with torch.no_grad(), pytest.raises(Exception, match="did you mean 'budget'"):
+        compiled(module, buget=8)(torch.randn(1, 4, 16))
+
+
+def test_rank_over_the_joint_width_names_both():
+    with pytest.raises(OptionError, match=r"rank=4096.*E=192"):
+        SalsConfig(rank=4096).resolve_rank(192)
+    with pytest.raises(OptionError, match="score_rank"):
+        SalsConfig(rank=8, score_rank=16).resolve_rank(192)
+
+
+def test_fractions_and_defaults():
+    assert SalsConfig().resolve_rank(192) == (96, 24)
+    assert SalsConfig(attention="exact").resolve_rank(192) == (192, 192)
+
+
+def test_skip_layers_and_dense():
+    model = llama(layers=3)
+    tokens, cuts = torch.randint(0, 64, (1, 46)), [40, *range(41, 47)]
+    small = {"budget": 24, "sinks": 2, "recents": 8}
+    for skip, expected in (((0, -1), ["dense", "sals", "dense"]), ("layers.1", ["sals", "dense", "sals"])):
+        rollout(compiled(model.forward, skip_layers=skip, **small), tokens, cuts, static_cache(model, 60))
+        assert [s.status for s in sals_compile.compiled_reports()[-1].sites] == expected
+    run = compiled(model.forward, attention="dense", **small)
+    expected = rollout(model.forward, tokens, cuts, static_cache(model, 60))
+    torch.testing.assert_close(rollout(run, tokens, cuts, static_cache(model, 60)), expected)
+
+
+def test_on_decline_error_lists_the_sites():
+    model = llama(layers=1, dtype=torch.float64)
+    with torch.no_grad(), pytest.raises(Exception, match=r"declined[\s\S]*float64"):
+        compiled(model.forward, on_decline="error")(torch.randint(0, 64, (1, 8)), use_cache=False)
+
+
+@pytest.mark.parametrize("options", [{"attention": "reconstruct"}, {"head_score": "max"}, {"head_score": "mass"},
+                                     {"scoring": "rope_free"}, {"basis": "pca"}, {"basis": "weights"},
+                                     {"value_bits": 8}, {"value_bits": 16, "latent_bits": 16}])  # fmt: skip
+def test_every_mode_decodes_near_dense(options):
+    """With most tokens attended and full rank, each mode differs from dense by rounding of codes."""
+    model = llama()
+    tokens, cuts = torch.randint(0, 64, (1, 56)), [48, *range(49, 57)]
+    expected = rollout(model.forward, tokens, cuts, static_cache(model, 80))
+    common = {"budget": 47, "sinks": 2, "recents": 8, "rank": 1.0, "score_rank": 1.0}
+    actual = rollout(compiled(model.forward, **common | options), tokens, cuts, static_cache(model, 80))
+    error = float((actual - expected)[:, 48:].norm() / expected[:, 48:].norm())
+    assert 0 < error < 0.12

@@ -1,0 +1,78 @@
+"""Properties of the operators' reference meanings."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sals_compile.kernels import reference
+from sals_compile.kernels.index_expr import KV, SCORE, Modifier, Q, const, load, make, parse
+
+FORMS = st.sampled_from(["half", "interleaved"])
+
+
+def rows(tokens: int, dim: int, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.randn(tokens, dim // 2)
+    angles = torch.cat((angles, angles), -1) if form == "half" else angles.repeat_interleave(2, -1)
+    return angles.cos()[:, None] * 1.1, angles.sin()[:, None] * 1.1
+
+
+@given(form=FORMS, dim=st.sampled_from([8, 16]), rotary=st.sampled_from([4, 8]), tokens=st.integers(1, 9))
+def test_rotary_inverse_and_transpose(form, dim, rotary, tokens):
+    cos, sin = rows(tokens, rotary, form)
+    x, y = torch.randn(tokens, 3, dim), torch.randn(tokens, 3, dim)
+    turned = reference.apply_rotary(x, cos, sin, form)
+    torch.testing.assert_close(reference.invert_rotary(turned, cos, sin, form), x, rtol=1e-4, atol=1e-5)
+    transposed = reference.apply_rotary_transpose(y, cos, sin, form)
+    torch.testing.assert_close((turned * y).sum(), (transposed * x).sum(), rtol=1e-3, atol=1e-3)
+
+
+@given(
+    total=st.integers(1, 80),
+    k=st.integers(1, 90),
+    kind=st.sampled_from(["ties", "random", "masked", "constant", "nan"]),
+)
+def test_select_is_exact(total, k, kind):
+    scores = torch.randn(total)
+    if kind == "ties":
+        scores = scores.round()
+    elif kind == "masked":
+        scores[::2] = -torch.inf
+    elif kind == "constant":
+        scores[:] = 0.0
+    elif kind == "nan":
+        scores[::3], scores[1::3] = torch.nan, torch.inf
+    chosen = reference.select(scores, k)
+    clean = torch.where(scores.isnan(), -torch.inf, scores)
+    order = torch.sort(clean, descending=True, stable=True).indices[:k]
+    expected = order[clean[order] > -torch.inf].sort().values
+    assert chosen.shape == (k,)
+    assert (chosen[: len(expected)].long() == expected).all()
+    assert (chosen[len(expected) :] == -1).all()
+
+
+@given(dim=st.sampled_from([16, 32, 64, 80, 96]), bits=st.sampled_from([4, 8]))
+def test_value_codes_are_within_half_a_step(dim, bits):
+    transform = reference.hadamard(dim)
+    torch.testing.assert_close(transform @ transform.T, torch.eye(dim), rtol=1e-5, atol=1e-5)
+    value = torch.randn(2, 5, 3, dim) @ transform
+    codes, scales = reference.quantize_values(value, bits)
+    error = (reference.dequantize_values(codes, scales, dim) - value).abs()
+    step = scales[..., 0].float().repeat_interleave(reference.value_group(dim), -1)
+    assert (error <= 0.51 * step + 4e-3).all()  # fp16 minimum and step
+
+
+def test_latent_codes():
+    latent = torch.randn(4, 7, 96)
+    codes, scales = reference.quantize_latent(latent)
+    assert ((reference.dequantize_latent(codes, scales) - latent).norm() / latent.norm()) < 0.01
+    assert reference.quantize_latent(torch.zeros(1, 8))[0].abs().sum() == 0
+
+
+def test_index_expressions_round_trip_and_print():
+    mask = make("and", make("le", KV, make("add", Q, load(0))), make("gt", KV, make("sub", Q, const(128))))
+    assert parse(mask.serialized) == mask
+    assert str(mask) == "(kv <= (q + a0)) & (kv > (q - 128))"
+    capped = Modifier(mask, make("mul", const(30.0), make("tanh", make("div", SCORE, const(30.0)))))
+    assert Modifier.parse(capped.serialized) == capped
