@@ -487,6 +487,8 @@ def attend(
     count, window = indices.shape[-1], ring_slots.shape[1]
     rotary_dim = 0 if rotary == "none" else cos.shape[-1]
     bits = 8 * value_codes.shape[-1] // dim if value_codes.dtype == torch.uint8 else 0
+    if bits == 2:
+        raise NotImplementedError("2-bit values run as their reference meaning")
     int8 = decoder_codes is not None and codes.dtype == torch.int8
     half_precision = query.dtype != torch.float32
     device = query.device

@@ -309,6 +309,8 @@ def encode(
     key_pre, key, value = row_major(key_pre, 2), row_major(key, 1), row_major(value, 1)
     encoder, value_transform, slots = encoder.contiguous(), value_transform.contiguous(), row_major(slots, 1)
     bits = 8 * value_codes.shape[-1] // dim if value_codes.dtype == torch.uint8 else 0
+    if bits == 2:
+        raise NotImplementedError("2-bit values run as their reference meaning")
     half_precision = key_pre.dtype != torch.float32
     decode = tokens <= 64
     tile_m = 16 if tokens <= 16 else 32 if decode else 64

@@ -499,6 +499,8 @@ def _storage(
         bits = 16
     else:
         bits = 8 * value_codes.shape[-1] // head_dim
+        if bits == 2:
+            raise NotImplementedError("2-bit values run as their reference meaning")
     constants: dict[str, object] = {
         "QUANTISED": codes.dtype == torch.int8,
         "ROTARY": rotary,

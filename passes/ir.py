@@ -179,6 +179,8 @@ class SitePlan:
     reason: str
     rank: int = 0
     score_rank: int = 0
+    #: tokens attended per query
+    budget: int = 0
     verified_error: float | None = None
 
 

@@ -267,7 +267,7 @@ def _cached(
         entry.score_rank,
         config.sinks,
         "none" if free else site.rotary_form,
-        cache.capacity if entry.action == "exact" else config.budget - config.recents,
+        cache.capacity if entry.action == "exact" else entry.budget - config.recents,
         config.head_score,
         site.scale,
     )
@@ -312,9 +312,9 @@ def _stateless(writer: _Writer, index: int, entry: SitePlan, config: SalsConfig)
         decoder,
         *modifier,
         config.query_block,
-        config.budget,
+        entry.budget,
         config.sinks,
-        near_tokens(config),
+        near_tokens(config, entry.budget),
         "none" if free else site.rotary_form,
     )
     return writer.call(

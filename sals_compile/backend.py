@@ -6,6 +6,7 @@ anchor (Dynamo graph) -> trace (AOT, functional ATen) -> canonicalize -> match -
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import warnings
@@ -71,14 +72,20 @@ def sals(
 
 
 def load_calibration(config: SalsConfig) -> SalsConfig:
-    """Replace a calibration's path by the calibration."""
-    if not isinstance(config.calibration, str):
+    """Replace a calibration's path by the calibration, and ``budget="auto"`` by the budgets that it gives each site.
+
+    ``budget`` itself becomes the smallest of them: a cache with no more tokens stays dense.
+    """
+    if isinstance(config.calibration, str):
+        from .calibrate import Calibration
+
+        config = dataclasses.replace(config, calibration=Calibration.load(config.calibration))
+    if config.budget != "auto":
         return config
-    import dataclasses
-
-    from .calibrate import Calibration
-
-    return dataclasses.replace(config, calibration=Calibration.load(config.calibration))
+    least = config.sinks + config.recents + 1
+    budgets = {n: max(least, config.calibration.budget(n, config.auto_mass)) for n in config.calibration.sites}
+    budgets |= config.budget_by_site
+    return dataclasses.replace(config, budget=min(budgets.values()), budget_by_site=budgets)
 
 
 def compile_anchored(

@@ -15,6 +15,7 @@ import difflib
 import hashlib
 import inspect
 import json
+import math
 import os
 import tempfile
 import types
@@ -33,18 +34,31 @@ from . import basis as bases
 from .basis import Basis, relative_rows
 from .cache import DISTANCES
 from .kernels import reference
+from .kernels.index_expr import evaluate
 from .kernels.reference import ROTARY_FORMS
 from .passes.ir import AttentionSite, Operand
 from .passes.verify import rotary_rows
 
 FORMAT = "sals-calibration"
-VERSION = 1
+VERSION = 2
 
 #: Entries of each weight that a fingerprint remembers, evenly spaced.
 SAMPLES = 16
 
 #: The shortest sequence that says anything about the distances between tokens.
 SHORTEST = 16
+
+#: Budgets at which a calibration notes how much attention the best tokens get: two to an octave.
+BUDGETS = tuple(round(32 * 2 ** (i / 2)) for i in range(27))
+
+#: Tokens by which :meth:`Calibration.budget` counts.
+STEP = 64
+
+#: Queries of each sequence at which that is measured, evenly spaced over its last half.
+QUERIES = 32
+
+#: Attention weights computed at a time for it.
+WORKSPACE = 1 << 24
 
 #: Files read by :meth:`Calibration.load`, by path: what the file was then, and what was read.
 _loaded: dict[str, tuple[tuple[int, ...], Calibration]] = {}
@@ -95,6 +109,8 @@ class SiteMoments:
         relative_cos, relative_sin: ``[M,Dr]``, rotations by the distances to average over; empty without rotary.
         weight_sample: entries of the key projection's weight, by which a compiled site knows whose calibration this is;
             empty if the projection was not found.
+        kept: ``[len(BUDGETS)]``, sum over ``queries [1]`` queries of the share of attention (mean over heads) that the
+            best so many tokens get, chosen for all heads together.
     """
 
     key_moment: Tensor
@@ -103,6 +119,8 @@ class SiteMoments:
     relative_cos: Tensor = field(default_factory=lambda: torch.empty(0, 0))
     relative_sin: Tensor = field(default_factory=lambda: torch.empty(0, 0))
     weight_sample: Tensor = field(default_factory=lambda: torch.empty(0))
+    kept: Tensor = field(default_factory=lambda: torch.zeros(len(BUDGETS)))
+    queries: Tensor = field(default_factory=lambda: torch.zeros(1))
 
     def relative(self) -> tuple[Tensor, Tensor] | None:
         return None if self.rotary == "none" else (self.relative_cos, self.relative_sin)
@@ -120,13 +138,15 @@ class SiteMoments:
             cos, sin = self.relative_cos, self.relative_sin
             if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] == 0 or not 0 < cos.shape[1] <= query.shape[2]:
                 return f"relative rows have shapes {list(cos.shape)} and {list(sin.shape)}, not [M, Dr]"
-        for name in ("key_moment", "query_moment", "relative_cos", "relative_sin", "weight_sample"):
+        if self.kept.shape != (len(BUDGETS),) or self.queries.shape != (1,):
+            return f"kept has shape {list(self.kept.shape)}, queries {list(self.queries.shape)}"
+        for name in _TENSORS:
             if not bool(torch.isfinite(getattr(self, name)).all()):
                 return f"{name} holds NaN or infinity"
         return ""
 
 
-_TENSORS = ("key_moment", "query_moment", "relative_cos", "relative_sin", "weight_sample")
+_TENSORS = ("key_moment", "query_moment", "relative_cos", "relative_sin", "weight_sample", "kept", "queries")
 
 
 @dataclass(frozen=True)
@@ -160,14 +180,7 @@ class Calibration:
             CalibrationError: the site is not in this calibration, or it is another model's.
             ValueError: an impossible rank or method.
         """
-        if site not in self.sites:
-            near = difflib.get_close_matches(site, self.sites, n=1)
-            hint = f" (nearest: {near[0]!r})" if near else ""
-            raise CalibrationError(
-                f"the calibration of {self.fingerprint} has no site {site!r}{hint}; it has {len(self.sites)} sites. "
-                "Calibrate this model, or leave the option calibration unset"
-            )
-        moments = self.sites[site]
+        moments = self._site(site)
         if weight is not None and moments.weight_sample.numel():
             width = moments.key_moment.shape[0]
             found = sample(weight)
@@ -189,6 +202,52 @@ class Calibration:
                 "leave the option calibration unset, or choose basis='query_weighted' or 'pca'"
             )
         raise CalibrationError(f"basis={method!r} is unknown: choose one of {', '.join(map(repr, bases.METHODS))}")
+
+    def retained(self, site: str, tokens: int) -> float:
+        """Share of a site's attention (0 to 1) that its best ``tokens`` tokens get, chosen for all heads together.
+
+        Mean over heads and over queries in the last half of the calibration's sequences, so it belongs to contexts of
+        that length; in longer ones as many tokens keep less. It is what no selection can exceed: scores from latents
+        choose a little worse.
+
+        Raises:
+            CalibrationError: the site is not in this calibration, or has no query that attends to anything.
+        """
+        curve = self._curve(site)
+        for low, high, below, above in zip(BUDGETS, BUDGETS[1:], curve, curve[1:], strict=False):
+            if tokens <= high:
+                place = (math.log2(max(tokens, low)) - math.log2(low)) / (math.log2(high) - math.log2(low))
+                return below + place * (above - below)
+        return curve[-1]
+
+    def budget(self, site: str, mass: float) -> int:
+        """The fewest tokens, in steps of :data:`STEP` and at most :attr:`context`, that keep ``mass`` of the attention.
+
+        See :meth:`retained`. Raises :class:`CalibrationError` as it does.
+        """
+        most = -(-self.context // STEP) * STEP
+        return next((t for t in range(STEP, most, STEP) if self.retained(site, t) >= mass), most)
+
+    def _curve(self, site: str) -> list[float]:
+        moments = self._site(site)
+        with _disable_current_modes():  # the compiler asks while AOT traces under a fake mode
+            queries, kept = float(moments.queries), moments.kept.tolist()
+        if queries == 0:
+            raise CalibrationError(
+                f"the calibration of {self.fingerprint} knows no attention of site {site!r}, because its mask allowed "
+                "none: calibrate on text without padding, or give budget and skip_layers as numbers"
+            )
+        return [share / queries for share in kept]
+
+    def _site(self, site: str) -> SiteMoments:
+        if site not in self.sites:
+            near = difflib.get_close_matches(site, self.sites, n=1)
+            hint = f" (nearest: {near[0]!r})" if near else ""
+            raise CalibrationError(
+                f"the calibration of {self.fingerprint} has no site {site!r}{hint}; it has {len(self.sites)} sites. "
+                "Calibrate this model, or leave the option calibration unset"
+            )
+        return self.sites[site]
 
     def check(self, model: torch.nn.Module) -> None:
         """Raise :class:`CalibrationError`, naming both, if this is not the calibration of ``model``."""
@@ -227,6 +286,8 @@ class Calibration:
                 longer.sites[name],
                 key_moment=first.key_moment + second.key_moment,
                 query_moment=first.query_moment + second.query_moment,
+                kept=first.kept + second.kept,
+                queries=first.queries + second.queries,
             )
         return Calibration(sites, self.fingerprint, self.tokens + other.tokens, longer.context)
 
@@ -490,12 +551,15 @@ class _Observer:
                     self._weights[site.name] = sample(projection[0])
         return _Watch(traced, self._watches(sites)).run
 
-    def _watches(self, sites: Sequence[AttentionSite]) -> dict[Node, list[Callable[[Tensor], None]]]:
+    def _watches(self, sites: Sequence[AttentionSite]) -> dict[Node, list[Callable[[Any], None]]]:
         """What to do with a node's value as soon as it is computed."""
-        watches: dict[Node, list[Callable[[Tensor], None]]] = {}
+        watches: dict[Node, list[Callable[[Any], None]]] = {}
         for site in sites:
             for kind, operand in (("query_moment", site.query_pre), ("key_moment", site.key_pre)):
                 watches.setdefault(operand.node, []).append(partial(self._add, site, kind, operand))
+            attention = _Attention(site, partial(self._add_kept, site))
+            for node in attention.needed:
+                watches.setdefault(node, []).append(partial(attention.take, node))
             if site.key_rotary is not None:
                 for node in {site.key_rotary.cos.node, site.key_rotary.sin.node}:
                     watches.setdefault(node, []).append(partial(self._keep_rows, site, node))
@@ -514,6 +578,11 @@ class _Observer:
             sums["length"] = torch.tensor(rows.shape[1])
         total = sums.setdefault(kind, torch.zeros(shape, dtype=torch.float32, device=rows.device))
         (reference.observe if kind == "query_moment" else reference.observe_keys)(total, rows)
+
+    def _add_kept(self, site: AttentionSite, kept: Tensor, queries: Tensor) -> None:
+        sums = self._batch.setdefault(site.name, {})
+        sums["kept"] = sums["kept"] + kept if "kept" in sums else kept
+        sums["queries"] = sums["queries"] + queries if "queries" in sums else queries
 
     def _keep_rows(self, site: AttentionSite, node: Node, value: Tensor) -> None:
         assert site.key_rotary is not None
@@ -539,7 +608,7 @@ class _Observer:
         if shortest < SHORTEST:
             raise CalibrationError(_too_short(number, shortest))
         for name, sums in self._batch.items():
-            for kind in ("key_moment", "query_moment"):
+            for kind in ("key_moment", "query_moment", "kept", "queries"):
                 moment = sums[kind].to("cpu", torch.float64)
                 if not bool(torch.isfinite(moment).all()):
                     raise CalibrationError(
@@ -567,15 +636,74 @@ class _Observer:
                 cos, sin = relative_rows(*self._longest[name], site.rotary_form, DISTANCES)
                 facts |= {"relative_cos": cos.float(), "relative_sin": sin.float()}
             result[name] = SiteMoments(
-                totals["key_moment"].float(), totals["query_moment"].float(), site.rotary_form, **facts
+                totals["key_moment"].float(),
+                totals["query_moment"].float(),
+                site.rotary_form,
+                kept=totals["kept"].float(),
+                queries=totals["queries"].float(),
+                **facts,
             )
         return result
+
+
+class _Attention:
+    """Gathers what one site's attention is computed from as the graph computes it, then says how concentrated it is."""
+
+    def __init__(self, site: AttentionSite, done: Callable[[Tensor, Tensor], None]) -> None:
+        self.site, self.done = site, done
+        integers = [i for i in site.modifier_integers if isinstance(i, Node)]
+        self.needed = tuple(dict.fromkeys([site.query.node, site.key.node, *site.modifier_tensors, *integers]))
+        self.values: dict[Node, Any] = {}
+
+    def take(self, node: Node, value: Any) -> None:
+        self.values[node] = value
+        if len(self.values) < len(self.needed):
+            return
+        site, get = self.site, self.values.__getitem__
+        query, key = site.query.read(get), site.key.read(get)
+        tensors = [get(t) for t in site.modifier_tensors]
+        integers = [get(i) if isinstance(i, Node) else i for i in site.modifier_integers]
+        self.values = {}  # one site's activations at a time
+        self.done(*concentration(site, query, key, tensors, integers))
+
+
+def concentration(
+    site: AttentionSite, query: Tensor, key: Tensor, tensors: Sequence[Tensor], integers: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """``(kept [len(BUDGETS)], queries [1])``: see :class:`SiteMoments`.
+
+    ``query [B,L,H,D]`` and ``key [B,S,N,D]`` are rotated; at most :data:`QUERIES` queries of each sequence are looked
+    at, from its last half. Sums in fp32.
+    """
+    batch, length, heads, _ = query.shape
+    total, kv_heads = key.shape[1:3]
+    count = max(1, min(QUERIES, WORKSPACE // (batch * heads * total)))
+    at = torch.linspace(length // 2, length - 1, count, device=query.device).round().long().unique()
+    grouped = query[:, at].float().unflatten(2, (kv_heads, -1))
+    logits = torch.einsum("blngd,bsnd->bngls", grouped, key.float()).flatten(1, 2) * site.scale
+    indices = {
+        "b": torch.arange(batch, device=key.device).view(-1, 1, 1, 1),
+        "h": torch.arange(heads, device=key.device).view(1, -1, 1, 1),
+        "q": at.view(1, 1, -1, 1),
+        "kv": torch.arange(total, device=key.device).view(1, 1, 1, -1),
+        "score": logits,
+    }
+    if site.modifier.modifies:
+        logits = evaluate(site.modifier.score, indices, tensors, integers)
+    if site.modifier.masks:
+        logits = torch.where(evaluate(site.modifier.mask, indices, tensors, integers), logits, -torch.inf)
+    mass = reference.softmax(logits, None).mean(1)  # [B,L,S]: a joint choice keeps the sum of what it chose
+    given = mass.sum(-1, keepdim=True)
+    attending = given.squeeze(-1) > 0
+    best = mass.sort(-1, descending=True).values.cumsum(-1) / given
+    last = torch.tensor(BUDGETS, device=key.device).clamp_max(total) - 1
+    return best[..., last][attending].sum(0), attending.sum().float().view(1)
 
 
 class _Watch(Interpreter):
     """Runs a graph as it is and shows some of its values to whom they concern, when they are computed."""
 
-    def __init__(self, gm: GraphModule, watches: Mapping[Node, Sequence[Callable[[Tensor], None]]]) -> None:
+    def __init__(self, gm: GraphModule, watches: Mapping[Node, Sequence[Callable[[Any], None]]]) -> None:
         super().__init__(gm)
         self.watches = watches
 

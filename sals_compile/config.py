@@ -16,8 +16,8 @@ SCORING = ("block_rotary", "rope_free")
 HEAD_SCORE = ("sum", "max", "mass")
 
 #: Named sets of options. The paper's (arXiv 2510.24273): PCA latents in the key's own type, scored without rotation by
-#: half of the latent, no value transform, first two and last layer dense. Its 12.5 % setting has 2-bit values; here the
-#: fewest are 4.
+#: half of the latent, no value transform, first two and last layer dense; its 12.5 % setting has 2-bit values.
+#: ``compact`` is ours at the size of the latter: a sparse layer stores a token in 1/6.4 of its bytes.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper-25": {
         "rank": 0.25,
@@ -31,7 +31,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "skip_layers": (0, 1, -1),
     },
 }
-PRESETS["paper-12.5"] = PRESETS["paper-25"] | {"rank": 0.125, "score_rank": 0.0625}
+PRESETS["paper-12.5"] = PRESETS["paper-25"] | {"rank": 0.125, "score_rank": 0.0625, "value_bits": 2}
+PRESETS["compact"] = {"rank": 0.24, "value_bits": 2, "head_score": "mass"}
 
 
 class OptionError(ValueError):
@@ -48,14 +49,16 @@ class SalsConfig:
     query. Defaults are those measured in the README's quality table.
 
     Attributes:
-        preset: a named set of options, ``"paper-25"`` or ``"paper-12.5"``; options given beside it override it.
+        preset: a named set of options, ``"paper-25"``, ``"paper-12.5"`` or ``"compact"``; options given beside it
+            override it.
         attention: what becomes of a matched site. ``"sals"``: low-rank latents and top-k selection. ``"reconstruct"``:
             the same latents, every key rebuilt, no selection. ``"exact"``: full rank, not quantised, all tokens (equals
             dense; for tests). ``"dense"``: matched and verified, left dense.
         rank: ``R``; an int, or a float as a fraction of ``E``.
         score_rank: ``Rs``, the leading latent coordinates that score tokens; an int, or a float as a fraction of ``E``.
         latent_bits: 8 (int8 with one scale per token) or 16 (the key's own floating type).
-        value_bits: 4 or 8 (grouped along the head dim), or 16 (the value's own type).
+        value_bits: 2, 4 or 8 (grouped along the head dim), or 16 (the value's own type). 2 has no Triton kernel: on a
+            GPU its operators run as plain PyTorch.
         value_transform: ``"hadamard"`` rotates each value head before quantising (undone on the output), or ``"none"``.
         basis: how encoder and decoder are computed: ``"query_weighted"``, ``"pca"`` (the paper) or ``"weights"`` (no
             data).
@@ -63,13 +66,19 @@ class SalsConfig:
         head_score: how the heads' approximate logits make one score: ``"sum"`` (the paper), ``"max"``, or ``"mass"``
             (attention given).
         budget: ``T``, tokens attended per query: sinks, recents and critical tokens. No more cached than this: dense.
+            ``"auto"``: per layer the fewest that keep ``auto_mass`` of the attention on the calibration's text, which
+            option ``calibration`` must then give.
+        budget_by_site: ``T`` of single sites by their names, in place of ``budget``; what ``budget="auto"`` fills.
+        auto_mass: the share of attention, 0 to 1, that ``budget="auto"`` and ``skip_layers="auto"`` keep, as
+            :meth:`sals_compile.Calibration.retained` counts it.
         sinks: first tokens, always attended.
         recents: last tokens, always attended, kept exact in a ring.
         query_block: queries that share one selection when a graph has no cache (encoders, whole-sequence forward).
         decode_tokens: the most query tokens of a call that is treated as decoding (sparse) rather than prefill (dense,
             exact).
         skip_layers: sites left dense: indices in order of appearance (negative from the end), or module path
-            substrings.
+            substrings. ``"auto"``: sites whose best ``T`` tokens keep less than ``auto_mass`` of the attention on the
+            calibration's text; without ``calibration``, the first two and the last (the paper's choice).
         calibration: a ``Calibration`` or the path of one; without it the first long prompt is the calibration.
         on_decline: ``"dense"`` leaves a declined site as it was; ``"error"`` raises with the reasons.
         lowering: ``"inductor"``, ``"eager"`` or ``"mlir"``.
@@ -87,7 +96,9 @@ class SalsConfig:
     basis: str = "query_weighted"
     scoring: str = "block_rotary"
     head_score: str = "sum"
-    budget: int = 512
+    budget: Any = 512
+    budget_by_site: Mapping[str, int] = field(default_factory=dict)
+    auto_mass: float = 0.95
     sinks: int = 16
     recents: int = 128
     query_block: int = 64
@@ -108,7 +119,7 @@ class SalsConfig:
         _one_of("scoring", self.scoring, SCORING)
         _one_of("head_score", self.head_score, HEAD_SCORE)
         _one_of("latent_bits", self.latent_bits, (8, 16))
-        _one_of("value_bits", self.value_bits, (4, 8, 16))
+        _one_of("value_bits", self.value_bits, (2, 4, 8, 16))
         _one_of("value_transform", self.value_transform, ("hadamard", "none"))
         _one_of("on_decline", self.on_decline, ("dense", "error"))
         for name in ("rank", "score_rank"):
@@ -120,14 +131,29 @@ class SalsConfig:
                 )
             if isinstance(value, int) and value < 1:
                 raise OptionError(f"option {name}={value!r}: a rank is at least 1")
-        for name, least in (("sinks", 0), ("recents", 1), ("query_block", 1), ("decode_tokens", 1), ("budget", 1)):
+        for name, least in (("sinks", 0), ("recents", 1), ("query_block", 1), ("decode_tokens", 1)):
             if getattr(self, name) < least:
                 raise OptionError(f"option {name}={getattr(self, name)!r}: must be at least {least}")
-        if self.budget <= self.sinks + self.recents:
-            raise OptionError(
-                f"option budget={self.budget}: must exceed sinks + recents = {self.sinks} + {self.recents} = "
-                f"{self.sinks + self.recents}, or nothing is left for critical tokens; raise budget or lower the others"
-            )
+        budgets = {"budget": self.budget} | {f"budget_by_site[{k!r}]": v for k, v in self.budget_by_site.items()}
+        if isinstance(self.budget, str):
+            if self.budget != "auto":
+                raise OptionError(f"option budget={self.budget!r} is of type str; expected int, or 'auto'")
+            del budgets["budget"]
+            if self.calibration is None:
+                raise OptionError(
+                    "option budget='auto': it is read off a calibration's text, and option calibration is not set; "
+                    "make one with sals_compile.calibrate() or `sals calibrate`, or give budget as a number of tokens"
+                )
+        for name, value in budgets.items():
+            if not isinstance(value, int):
+                raise OptionError(f"option {name}={value!r} is of type {type(value).__name__}; expected int")
+            if value <= self.sinks + self.recents:
+                raise OptionError(
+                    f"option {name}={value}: must exceed sinks + recents = {self.sinks} + {self.recents} = "
+                    f"{self.sinks + self.recents}, or nothing is left for critical tokens; raise it or lower the others"
+                )
+        if not 0 < self.auto_mass < 1:
+            raise OptionError(f"option auto_mass={self.auto_mass!r}: a share of attention, between 0 and 1")
         if self.decode_tokens > self.recents:
             raise OptionError(
                 f"option decode_tokens={self.decode_tokens}: must not exceed recents={self.recents}, whose ring holds "
@@ -176,9 +202,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "score_rank": (int, float),
     "cudagraphs": (bool,),
     "inductor": (Mapping,),
+    "budget": (int, str),
+    "budget_by_site": (Mapping,),
+    "auto_mass": (float,),
     "calibration": (object,),
 }
-for _name in ("latent_bits", "value_bits", "budget", "sinks", "recents", "query_block", "decode_tokens"):
+for _name in ("latent_bits", "value_bits", "sinks", "recents", "query_block", "decode_tokens"):
     _TYPES[_name] = (int,)
 
 

@@ -419,7 +419,7 @@ def _site_report(plan: SitePlan, config: SalsConfig) -> SiteReport:
         cache=cache,
         rank=plan.rank,
         score_rank=plan.score_rank,
-        budget=config.budget if plan.action == "sals" else 0,
+        budget=plan.budget if plan.action == "sals" else 0,
         verified_error=plan.verified_error,
         kv_bytes_per_token=sparse,
         dense_bytes_per_token=dense,

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_exact import assert_close, compiled
 from tiny import Attention, CachedAttention, llama, rollout, static_cache
 from torch import nn
 
+import sals_compile
 from sals_compile import basis
 from sals_compile.backend import registry_for
-from sals_compile.calibrate import Calibration, CalibrationError, calibrate
-from sals_compile.config import SalsConfig
+from sals_compile.calibrate import (
+    BUDGETS,
+    QUERIES,
+    STEP,
+    Calibration,
+    CalibrationError,
+    Fingerprint,
+    SiteMoments,
+    calibrate,
+)
+from sals_compile.config import OptionError, SalsConfig
 
 SMALL = {"budget": 24, "sinks": 2, "recents": 8}
 NAMES = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
@@ -216,3 +229,104 @@ def test_the_model_is_left_as_it_was(model):
     tokens = torch.randint(0, 64, (1, 20))
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, model(tokens).logits)
+
+
+# ---- how concentrated attention is, and what "auto" makes of it ------------------------------------------------------
+
+
+def test_the_kept_share_is_that_of_the_attention_weights():
+    """Against the weights that the model itself returns: mean over heads, best tokens first, of the sampled queries."""
+    model = llama(impl="eager")
+    tokens = [torch.randint(0, 64, (1, 90)), torch.randint(0, 64, (2, 100))]
+    made = calibrate(llama(), tokens, progress=False)
+    for number, name in enumerate(NAMES):
+        expected, queries = torch.zeros(len(BUDGETS)), 0
+        for piece in tokens:
+            length = piece.shape[1]
+            at = torch.linspace(length // 2, length - 1, QUERIES).round().long().unique()
+            with torch.no_grad():
+                weights = model(piece, output_attentions=True).attentions[number][:, :, at].mean(1)
+            best = weights.sort(-1, descending=True).values.flatten(0, 1)
+            queries += len(best)
+            expected += torch.stack([best[:, :budget].sum(-1).sum() for budget in BUDGETS])
+        assert float(made.sites[name].queries) == queries == 3 * QUERIES
+        torch.testing.assert_close(made.sites[name].kept, expected, rtol=1e-4, atol=1e-3)
+        assert made.retained(name, 128) == pytest.approx(1.0, abs=1e-4)
+
+
+def concentrated(made, *shares):
+    """The calibration with other curves: site ``i`` keeps ``shares[i]`` up to 64 tokens and everything from 128 on."""
+    sites = {
+        name: dataclasses.replace(
+            made.sites[name],
+            kept=torch.tensor([share if budget <= 64 else 1.0 if budget >= 128 else 0.9 for budget in BUDGETS]),
+            queries=torch.ones(1),
+        )
+        for name, share in zip(made.sites, shares, strict=True)
+    }
+    return dataclasses.replace(made, sites=sites, context=4096)
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=len(BUDGETS), max_size=len(BUDGETS)), st.floats(0.01, 0.99))
+def test_a_budget_is_the_smallest_that_keeps_the_mass(shares, mass):
+    curve = torch.tensor(sorted(shares))
+    site = SiteMoments(torch.eye(4), torch.eye(4)[None], kept=curve * 3, queries=torch.tensor([3.0]))
+    made = Calibration({"a": site}, Fingerprint("M", 1, "", ()), 100, 3000)
+    budget = made.budget("a", mass)
+    assert budget % STEP == 0 and STEP <= budget <= 3008
+    assert budget == 3008 or made.retained("a", budget) >= mass
+    assert budget == STEP or made.retained("a", budget - STEP) < mass
+    for tokens, share in zip(BUDGETS, curve.tolist(), strict=True):
+        assert made.retained("a", tokens) == pytest.approx(share, abs=1e-6)
+    seen = [made.retained("a", t) for t in (1, 40, 41, 500, 10_000, 10**7)]
+    assert seen == sorted(seen)
+
+
+def test_automatic_budgets_go_by_site(model, made):
+    curves = concentrated(made, 0.97, 0.5)
+    tokens, cuts = torch.randint(0, 64, (1, 138)), [130, *range(131, 139)]
+    run = compiled(model.forward, **(SMALL | {"budget": "auto", "calibration": curves}))
+    actual = rollout(run, tokens, cuts, static_cache(model, 300))
+    sites = sals_compile.compiled_reports()[-1].sites
+    assert [(s.status, s.budget) for s in sites] == [("sals", 64), ("sals", 128)]
+    assert "64 of 300" in sites[0].reason and "kept 0.970" in sites[0].reason
+    expected = rollout(model.forward, tokens, cuts, static_cache(model, 300))
+    assert_close(actual[:, :130], expected[:, :130], torch.float32)
+    assert (actual - expected)[:, 130:].abs().max() > 1e-4
+    # The same as giving the budgets by hand.
+    by_hand = {"budget": 64, "budget_by_site": {NAMES[1]: 128}, "calibration": curves}
+    again = rollout(compiled(model.forward, **(SMALL | by_hand)), tokens, cuts, static_cache(model, 300))
+    torch.testing.assert_close(actual, again)
+
+
+def test_layers_that_attend_widely_are_left_dense(model, made):
+    tokens, cuts = torch.randint(0, 64, (1, 82)), [80, 81, 82]
+    for curves, statuses in ((concentrated(made, 0.94, 0.96), ["dense", "sals"]), (None, ["dense", "dense"])):
+        options = SMALL | {"budget": 64, "skip_layers": "auto"} | ({"calibration": curves} if curves else {})
+        rollout(compiled(model.forward, **options), tokens, cuts, static_cache(model, 300))
+        sites = sals_compile.compiled_reports()[-1].sites
+        assert [s.status for s in sites] == statuses
+        reason = "kept 0.940 of the attention" if curves else "without a calibration, the first two and the last"
+        assert reason in sites[0].reason
+    with pytest.raises(Exception, match="knows no attention of site"):
+        mute = dataclasses.replace(made.sites[NAMES[0]], queries=torch.zeros(1))
+        mute = dataclasses.replace(made, sites={**made.sites, NAMES[0]: mute})
+        run = compiled(model.forward, **(SMALL | {"skip_layers": "auto", "calibration": mute}))
+        rollout(run, tokens, cuts, static_cache(model, 300))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"budget": "auto"}, ["budget='auto'", "calibration is not set", "sals calibrate"]),
+        ({"budget": "many"}, ["budget='many'", "'auto'"]),
+        ({"auto_mass": 1.0}, ["auto_mass=1.0", "between 0 and 1"]),
+        ({"budget_by_site": {"a": 20}}, ["budget_by_site['a']=20", "sinks + recents"]),
+        ({"budget_by_site": {"a": "many"}}, ["budget_by_site['a']='many'", "int"]),
+    ],
+)
+def test_bad_automatic_options(options, words):
+    with pytest.raises(OptionError) as error:
+        SalsConfig.from_options(options)
+    for word in words:
+        assert word in str(error.value)

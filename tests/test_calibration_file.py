@@ -148,9 +148,9 @@ def test_foreign_files_are_refused(tmp_path):
     with pytest.raises(CalibrationError, match="holds tensors but no calibration"):
         Calibration.load(path)
     save_file({"weight": torch.ones(2)}, str(path), {"format": "sals-calibration", "version": "99"})
-    with pytest.raises(CalibrationError, match=r"version 99.*version 1"):
+    with pytest.raises(CalibrationError, match=r"version 99.*version 2"):
         Calibration.load(path)
-    save_file({"weight": torch.ones(2)}, str(path), {"format": "sals-calibration", "version": "1"})
+    save_file({"weight": torch.ones(2)}, str(path), {"format": "sals-calibration", "version": "2"})
     with pytest.raises(CalibrationError, match="damaged"):
         Calibration.load(path)
 

@@ -76,6 +76,7 @@ def results():
         ),
         "oracle": ("c", SMALL | {"selection": "oracle"}),
         "random": ("d", SMALL | {"selection": "random"}),
+        "auto": ("e", {"sinks": 2, "recents": 16, "budget": "auto", "auto_mass": 0.5, "skip_layers": ["auto", 0]}),
     }
     torch.manual_seed(0)
     corpora = {"letters": (text(), text(seed=1))}
@@ -110,6 +111,8 @@ def test_storage_counts_everything(results):
     rows = 2 * slots * 16 * width + 2 * 2 * 16 * 4 + 16 * 4
     assert result.bytes == pytest.approx((latent + values + rings + rows) / 160 + 2 * 32 * width)
     assert result.dense_bytes == 2 * 2 * 32 * width
+    assert result.key_share == pytest.approx((16 + 2) / (32 * width))
+    assert result.layer_ratio == pytest.approx(2 * 32 * width / (16 + 2 + 2 * 8 + 2 * 2 * width))
 
 
 def test_a_shared_prefill_is_the_rows_own(results):
@@ -127,6 +130,36 @@ def test_a_shared_prefill_is_the_rows_own(results):
     dense = rollout(model.forward, tokens, cuts, static_cache(model, 160))[0, 124:134].log_softmax(-1)
     kl = float(quality.divergence(dense, own).mean())
     assert kl == pytest.approx(results[0].kl_by_depth["letters0@124"], rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def stateless():
+    torch.manual_seed(0)
+    model = llama()
+    tokens = quality.windows_of(Letters(), text(seed=1), 300, 1, "test")[0]
+    made = calibrate(model, quality.windows_of(Letters(), text(), 300, 4, "calibration"), progress=False)
+    options = {"budget": 96, "sinks": 2, "recents": 8, "query_block": 16, "skip_layers": (), "head_score": "sum"}
+    return quality.stateless(model, tokens, made, options, positions=100, rules=quality.BLOCK_RULES)
+
+
+def test_every_rule_of_a_block_is_measured(stateless):
+    assert list(stateless) == list(quality.BLOCK_RULES)
+    for rule, row in stateless.items():
+        assert row["kl"] >= 0 and 0 < row["retained"] <= 1, rule
+        assert row["retained"] <= stateless["oracle"]["retained"] + 1e-6
+    for rule in ("mean", "query-mass"):
+        assert stateless[rule]["retained"] > stateless["random"]["retained"]
+
+
+def test_the_operators_rule_is_the_one_of_its_name(stateless):
+    """The bench's own statement of the rule, query by query and head by head, chooses what the operator chooses."""
+    operator, mean = stateless["operator"], stateless["mean"]
+    assert operator == pytest.approx(mean, rel=1e-3, abs=1e-6)
+
+
+def test_a_rule_that_is_none_is_named():
+    with pytest.raises(quality.QualityError, match="rule 'nearest': allowed are operator"):
+        quality.stateless(llama(), torch.zeros(1, 300, dtype=torch.long), None, {}, rules=["nearest"])
 
 
 def test_impossible_measurements_say_why():

@@ -18,14 +18,21 @@ recall         share of the exact top-k (by softmax mass summed over heads) amon
 bytes          KV bytes per token over all layers, with layers left dense, scales, rings, rotary rows and block means,
                as stored for a model of a 16-bit type
 key_share      bytes of latents and their scales over the bytes of dense keys, of a sparse layer
+layer_ratio    dense KV bytes over bytes of latents and value codes with their scales, of a sparse layer: the paper's
+               count, which leaves out rings, rotary rows and dense layers
 =============  ======================================================================================================
 
 Ablations replace the selection by another one in the very same graph: ``oracle`` (exact softmax mass), ``random`` and
 ``recent`` (only sinks and the last tokens). They and ``retained`` need ``--lowering eager``.
 
+``--stateless`` measures a whole-sequence forward without a cache, where a block of queries shares one selection, by
+the rule of the operator and by others (:data:`BLOCK_RULES`).
+
     sals bench quality --json quality.json --plot quality.png
+    sals bench quality --rows all --windows 2
     sals bench quality --rows default,paper-25 --depths 2560,3584 --positions 256
     sals bench quality --row "mine:rank=0.25,budget=1024" --text test.txt --calibration-text train.txt
+    sals bench quality --rows "" --stateless --rules all
 """
 
 from __future__ import annotations
@@ -48,11 +55,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from ..backend import registry_for
+from ..backend import load_calibration, registry_for
 from ..cache import AdoptedCache, Latents, Rows, storage_key
 from ..calibrate import Calibration, calibrate
 from ..config import OptionError, SalsConfig
 from ..kernels import reference
+from ..kernels.index_expr import Modifier, evaluate
+from ..passes.plan import auto_skip
 from ..report import GraphReport, compiled_reports
 from . import models
 
@@ -67,10 +76,10 @@ NUCLEUS = 0.9
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "paper-25": ("paper", {"preset": "paper-25"}),
     "paper-12.5": ("paper", {"preset": "paper-12.5"}),
+    "compact": ("sals, compact", {"preset": "compact"}),
     "default": ("sals", {}),
     "rank-1/4": ("sals", {"rank": 0.25}),
     "rank-1/8": ("sals", {"rank": 0.125}),
-    "sum": ("sals, heads summed", {"head_score": "sum"}),
     "max": ("sals, heads' maximum", {"head_score": "max"}),
     "mass": ("sals, heads' mass", {"head_score": "mass"}),
     "mass-1/4": ("sals, heads' mass", {"head_score": "mass", "rank": 0.25}),
@@ -78,6 +87,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "rope-free": ("sals, rope-free score", {"scoring": "rope_free"}),
     "pca": ("sals, pca basis", {"basis": "pca"}),
     "latent-16": ("sals, latents not quantised", {"latent_bits": 16}),
+    "value-2": ("sals, 2-bit values", {"value_bits": 2}),
     "value-8": ("sals, 8-bit values", {"value_bits": 8}),
     "value-16": ("sals, values not quantised", {"value_bits": 16}),
     "no-hadamard": ("sals, values not rotated", {"value_transform": "none"}),
@@ -85,6 +95,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "T-256": ("sals", {"budget": 256}),
     "T-1024": ("sals", {"budget": 1024}),
     "no-skip": ("sals, no layer dense", {"skip_layers": ()}),
+    "auto-skip": ("sals, dense layers by calibration", {"skip_layers": "auto"}),
+    "auto-budget": ("sals, budgets by calibration", {"budget": "auto"}),
     "oracle": ("oracle selection", {"selection": "oracle"}),
     "oracle-exact": (
         "oracle selection, exact keys",
@@ -95,14 +107,22 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 DEFAULT_ROWS = (
-    "default", "paper-25", "paper-12.5", "rank-1/4", "sum", "mass", "rope-free", "pca", "value-16", "T-1024", "oracle",
-    "random", "recent",
+    "default", "paper-25", "paper-12.5", "compact", "mass", "mass-1/4", "rope-free", "pca", "value-16", "T-1024",
+    "oracle", "random", "recent",
 )  # fmt: skip
 
 #: Retained mass and recall are measured at every so many decode calls.
 INSPECT_EVERY = 4
 
 SELECTIONS = ("score", "oracle", "random", "recent")
+
+#: How a block of queries without a cache may share one selection. From the approximate logits: ``mean`` of all queries
+#: and heads; ``head-max`` and ``head-mass`` (softmax) of each head's mean query; ``query-max`` over queries of the
+#: heads' sum; ``query-mass``, the softmax of every query and head. From exact attention: ``oracle``. ``operator``:
+#: whatever ``sals::block_select`` does.
+BLOCK_RULES = (
+    "operator", "mean", "head-max", "head-mass", "query-max", "query-mass", "oracle", "random", "recent",
+)  # fmt: skip
 
 
 class QualityError(ValueError):
@@ -114,7 +134,8 @@ class Window:
     """A window of test text, prefilled once: what every row starts from.
 
     ``tokens [1, S]``; ``reference``: dense log-probabilities ``[P, V]`` fp32 by depth; ``keys``, ``values``: the exact
-    dense buffers, one ``[1, N, S, D]`` a layer; ``rows``: the rotary rows that the compiled prefill recorded.
+    dense buffers, one ``[1, N, S, D]`` a layer; ``adopted``: the rotary rows that the compiled prefill recorded;
+    ``sites``: the layers' names.
     """
 
     name: str
@@ -124,6 +145,7 @@ class Window:
     values: list[Tensor]
     adopted: AdoptedCache
     cache: Any
+    sites: list[str]
 
 
 @dataclass
@@ -142,6 +164,7 @@ class Result:
     bytes: float = 0.0
     dense_bytes: float = 0.0
     key_share: float = 0.0
+    layer_ratio: float = 0.0
     positions: int = 0
     seconds: float = 0.0
     kl_by_depth: dict[str, float] = field(default_factory=dict)
@@ -176,13 +199,13 @@ def compare(dense: Tensor, other: Tensor, targets: Tensor) -> dict[str, Tensor]:
     }
 
 
-def stored_bytes(report: GraphReport, width: int = 2) -> tuple[float, float, float]:
-    """``(SALS, dense, key share)`` of a decode graph: KV bytes per token, floating activations ``width`` bytes wide.
+def stored_bytes(report: GraphReport, width: int = 2) -> tuple[float, float, float, float]:
+    """``(bytes, dense_bytes, key_share, layer_ratio)`` of a decode graph, floating activations ``width`` bytes wide.
 
     A quality run may compute in fp32 what a model in use stores in bf16; the storage counted is the latter's.
     """
     plans, groups, config = report._compiled.plans, report._compiled.groups, report.config
-    total = dense = share = 0.0
+    total = dense = share = ratio = 0.0
     sparse = 0
     for plan in plans:
         site = plan.site
@@ -200,7 +223,10 @@ def stored_bytes(report: GraphReport, width: int = 2) -> tuple[float, float, flo
             return tensor.numel() * (width if tensor.dtype == exact else tensor.element_size())
 
         total += sum(size(t) for t in vars(latents).values()) / capacity
-        share += (size(latents.codes) + size(latents.scales)) / capacity / (site.joint_width * width)
+        slots = latents.codes.shape[1]  # whole blocks: a slot's bytes are those of any token
+        keys = (size(latents.codes) + size(latents.scales)) / slots
+        share += keys / (site.joint_width * width)
+        ratio += whole / (keys + (size(latents.value_codes) + size(latents.value_scales)) / slots)
         sparse += 1
     for group in groups:
         site = plans[group.sites[0]].site
@@ -210,7 +236,7 @@ def stored_bytes(report: GraphReport, width: int = 2) -> tuple[float, float, flo
         total += (exact + rows.block_cos.nbytes + rows.block_sin.nbytes + rows.ring_slots.nbytes) / (
             site.key_cache.capacity
         )
-    return total, dense, share / max(sparse, 1)
+    return total, dense, share / max(sparse, 1), ratio / max(sparse, 1)
 
 
 # ---- looking into the graph ------------------------------------------------------------------------------------------
@@ -298,20 +324,28 @@ def _as_set(indices: Tensor, size: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _inspecting(selection: str, totals: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Sparse variants lowered within run through an :class:`_Inspector`; others as they would."""
+def _lowering_to(operator: Any, make: Callable[[GraphModule], Interpreter]) -> Iterator[None]:
+    """Graphs with ``operator`` in them, lowered within, run through the interpreter that ``make`` gives; others as they
+    would."""
     from .. import runtime
 
     original = runtime.lower
 
     def lower(gm: GraphModule, *args: Any) -> Callable[[list[Any]], Any]:
-        if not any(n.target is torch.ops.sals.attend.default for n in gm.graph.nodes):
+        if not any(n.target is operator for n in gm.graph.nodes):
             return original(gm, *args)
-        inspector = _Inspector(gm, compiled_reports()[-1], selection, totals)
-        return lambda inputs: inspector.run(*inputs)
+        interpreter = make(gm)
+        return lambda inputs: interpreter.run(*inputs)
 
     with mock.patch.object(runtime, "lower", lower):
         yield
+
+
+def _inspecting(selection: str, totals: dict[str, list[Tensor]]) -> contextlib.AbstractContextManager[None]:
+    """Decode graphs lowered within run through an :class:`_Inspector`."""
+    return _lowering_to(
+        torch.ops.sals.attend.default, lambda gm: _Inspector(gm, compiled_reports()[-1], selection, totals)
+    )
 
 
 # ---- a window, and one row on it -------------------------------------------------------------------------------------
@@ -336,6 +370,7 @@ def prefill(model: Any, name: str, tokens: Tensor, depths: Sequence[int], positi
         raise QualityError(
             "no KV cache of this model was adopted, so there is nothing to measure: see `sals explain` for the reasons"
         )
+    sites = [s.name for s in compiled_reports()[-1].sites]
     torch._dynamo.reset()
     return Window(
         name,
@@ -345,6 +380,7 @@ def prefill(model: Any, name: str, tokens: Tensor, depths: Sequence[int], positi
         [layer.values.clone() for layer in cache.layers],
         adopted,
         cache,
+        sites,
     )
 
 
@@ -359,9 +395,7 @@ def start_at(window: Window, depth: int, config: SalsConfig) -> None:
         layer.keys.copy_(key)
         layer.values.copy_(value)
         layer.cumulative_length.fill_(depth)
-    count = len(cache.layers)
-    skipped = {i % count for i in config.skip_layers if isinstance(i, int)}
-    active = [layer for i, layer in enumerate(cache.layers) if i not in skipped]
+    active = active_layers(window, config)
     copies: dict[int, Rows] = {}
     rows_of = {}
     for layer in active:
@@ -394,7 +428,7 @@ def decode(
     for start in range(depth, depth + positions, chunk):
         piece = window.tokens[:, start : min(start + chunk, depth + positions)]
         found.append(forward(piece, past_key_values=window.cache).logits[0].float().log_softmax(-1))
-    adopted = registry_for(config).caches.get(next(iter(active_keys(window, config))))
+    adopted = registry_for(config).caches.get(active_layers(window, config)[0].keys)
     if adopted is None or adopted.phase != "sparse":
         reason = adopted.refused if adopted is not None else "its cache was not adopted"
         raise QualityError(f"decoding did not go sparse: {reason or 'fewer tokens than the budget are cached'}")
@@ -403,11 +437,23 @@ def decode(
     return compare(window.reference[depth][:scored], torch.cat(found)[:scored], targets)
 
 
-def active_keys(window: Window, config: SalsConfig) -> Iterator[Tensor]:
-    """Key buffers of the layers that a configuration does not leave dense."""
-    count = len(window.cache.layers)
-    skipped = {i % count for i in config.skip_layers if isinstance(i, int)}
-    return (layer.keys for i, layer in enumerate(window.cache.layers) if i not in skipped)
+def active_layers(window: Window, config: SalsConfig) -> list[Any]:
+    """The cache's layers that a configuration (resolved by ``load_calibration``) does not leave dense."""
+    layers, capacity = window.cache.layers, window.tokens.shape[1]
+    found = []
+    for index, (layer, name) in enumerate(zip(layers, window.sites, strict=True)):
+        budget = config.budget_by_site.get(name, config.budget)
+        skipped = any(
+            bool(auto_skip(name, index, len(layers), config, budget))
+            if skip == "auto"
+            else skip in ((index, index - len(layers)) if isinstance(skip, int) else name)
+            for skip in config.skip_layers
+        )
+        if not skipped and budget < capacity:
+            found.append(layer)
+    if not found:
+        raise QualityError("every layer is left dense, so there is nothing to measure: raise budget or lower auto_mass")
+    return found
 
 
 def measure(
@@ -435,7 +481,7 @@ def measure(
     if full.get("basis") != "weights":
         full["calibration"] = calibration
     full["decode_tokens"] = max(chunk, 1)
-    config = SalsConfig.from_options(full)
+    config = load_calibration(SalsConfig.from_options(full))
     totals: dict[str, list[Tensor]] = {}
     watched = lowering == "eager" and (inspect or selection != "score")
     result = Result(name, method, shown | ({"selection": selection} if selection != "score" else {}))
@@ -454,7 +500,7 @@ def measure(
     for metric, values in sums.items():
         setattr(result, metric, float(torch.cat(values).mean()))
     result.positions = sum(len(v) for v in sums["kl"])
-    result.bytes, result.dense_bytes, result.key_share = stored_bytes(compiled_reports()[-1])
+    result.bytes, result.dense_bytes, result.key_share, result.layer_ratio = stored_bytes(compiled_reports()[-1])
     if totals:
         layers = {site: torch.stack(v).mean(0) for site, v in totals.items()}
         result.retained_by_layer = {site: float(v[0]) for site, v in layers.items()}
@@ -544,7 +590,8 @@ def run(
         )
     for name, (_, options) in rows.items():
         checked = {k: v for k, v in options.items() if k != "selection"}
-        if depths[0] <= SalsConfig.from_options(checked).budget:
+        budget = SalsConfig.from_options({"calibration": "to be made"} | checked).budget
+        if budget != "auto" and depths[0] <= budget:
             raise QualityError(f"row {name!r}: depth {depths[0]} does not exceed its budget, decoding there is dense")
     known = dict(calibrations or {})
     names = list(texts)
@@ -595,18 +642,156 @@ def default_depths(tokens: int, positions: int) -> list[int]:
 
 @torch.no_grad()
 def stateless(
-    model: Any, tokens: Tensor, calibration: Calibration, options: Mapping[str, Any], positions: int = 512
-) -> dict[str, float]:
-    """Whole-sequence forward without a cache: the distances at ``positions`` tokens spaced over the last half."""
-    torch._dynamo.reset()
+    model: Any,
+    tokens: Tensor,
+    calibration: Calibration,
+    options: Mapping[str, Any],
+    positions: int = 512,
+    rules: Sequence[str] = ("operator",),
+    step: Callable[[str], None] = lambda rule: None,
+) -> dict[str, dict[str, float]]:
+    """Whole-sequence forward of ``tokens [1, S]`` without a cache, by rule: the distances at ``positions`` tokens
+    spaced over the last half, and ``retained``.
+
+    ``step`` is called after each rule. Raises :class:`QualityError` for a rule that is not in :data:`BLOCK_RULES`.
+    """
+    for rule in rules:
+        if rule not in BLOCK_RULES:
+            raise QualityError(f"rule {rule!r}: allowed are {', '.join(BLOCK_RULES)}")
     length = tokens.shape[1]
     wanted = torch.linspace(length // 2, length - 2, positions).round().long()
-    full = {"skip_layers": SKIP, "lowering": "eager", "calibration": calibration} | dict(options)
-    forward = torch.compile(model.forward, backend="sals", options=full, dynamic=False)
-    found = forward(tokens, use_cache=False, logits_to_keep=wanted).logits[0].float().log_softmax(-1)
     dense = model(tokens, use_cache=False, logits_to_keep=wanted).logits[0].float().log_softmax(-1)
-    distances = compare(dense, found, tokens[0, wanted + 1])
-    return {name: float(values.mean()) for name, values in distances.items()} | {"positions": float(positions)}
+    full = {"skip_layers": SKIP, "lowering": "eager", "calibration": calibration} | dict(options)
+    result = {}
+    for rule in rules:
+        torch._dynamo.reset()
+        kept: list[Tensor] = []
+        forward = torch.compile(model.forward, backend="sals", options=full, dynamic=False)
+        with _lowering_to(
+            torch.ops.sals.block_attend.default, lambda gm, rule=rule, kept=kept: _Blocks(gm, rule, kept)
+        ):
+            found = forward(tokens, use_cache=False, logits_to_keep=wanted).logits[0].float().log_softmax(-1)
+        if not kept:
+            raise QualityError("no layer of the whole-sequence forward went sparse: see `sals explain --no-cache`")
+        distances = compare(dense, found, tokens[0, wanted + 1])
+        result[rule] = {name: float(values.mean()) for name, values in distances.items()}
+        result[rule] |= {"retained": float(torch.stack(kept).mean()), "positions": float(positions)}
+        step(rule)
+    return result
+
+
+class _Blocks(Interpreter):
+    """Runs a rewritten graph without a cache (eager); at every site selects by ``rule`` and notes the mass attended.
+
+    The mass is taken at every :data:`BLOCKS_SEEN`-th block of queries.
+    """
+
+    def __init__(self, gm: GraphModule, rule: str, kept: list[Tensor]) -> None:
+        super().__init__(gm)
+        self.rule, self.kept = rule, kept
+        self.garbage_collect_values = False  # read again when attention runs
+        self.generator = torch.Generator().manual_seed(0)
+
+    def run_node(self, n: Node) -> Any:
+        if n.target is not torch.ops.sals.block_attend.default:
+            return super().run_node(n)
+        args = list(self.fetch_args_kwargs_from_env(n)[0])
+        selection = n.args[3]
+        assert isinstance(selection, Node)
+        chosen = self._chosen(_BlockScores(list(self.fetch_args_kwargs_from_env(selection)[0]), args), args[3])
+        args[3] = chosen
+        return n.target(*args)  # type: ignore[operator]
+
+    def _chosen(self, site: _BlockScores, chosen: Tensor) -> Tensor:
+        chosen = chosen.clone()
+        masses = []
+        for block in range(chosen.shape[1]):
+            if self.rule != "operator":
+                chosen[:, block] = reference.select(site.scores(block, self.rule, self.generator), chosen.shape[2])
+            if block % BLOCKS_SEEN == BLOCKS_SEEN - 1:
+                mass = site.exact(block).softmax(-1)
+                attended = _as_set(chosen[:, block], mass.shape[-1])
+                masses.append((mass * attended[:, None, None]).sum(-1).mean())
+        if masses:
+            self.kept.append(torch.stack(masses).mean())
+        return chosen
+
+
+#: Of so many blocks of queries, the retained mass of one is measured.
+BLOCKS_SEEN = 8
+
+
+class _BlockScores:
+    """Scores of one site's keys for a block of queries, by any of :data:`BLOCK_RULES`. Arguments are the operators'."""
+
+    def __init__(self, select: list[Any], attend: list[Any]) -> None:
+        self.query, key_pre, cos, sin, encoder, decoder = select[:6]
+        self.tensors, self.integers, self.size, _, self.sinks, self.near, self.rotary = select[7:14]
+        self.rotated, self.key, self.scale = attend[0], attend[1], attend[8]
+        self.modifier = Modifier.parse(select[6])
+        self.total, self.kv_heads = key_pre.shape[1:3]
+        blocks = -(-self.total // reference.BLOCK)
+        fill = (0, 0, 0, blocks * reference.BLOCK - self.total)
+        self.latent = torch.nn.functional.pad(key_pre.flatten(2).float() @ encoder.float(), fill)
+        self.basis = decoder.float().view(decoder.shape[0], self.kv_heads, -1).permute(1, 2, 0)
+        if self.rotary != "none":
+            rows = (torch.nn.functional.pad(r, fill).unflatten(1, (blocks, reference.BLOCK)) for r in (cos, sin))
+            cos, sin = reference.block_means(*rows)
+        self.rows = cos, sin
+
+    def exact(self, block: int) -> Tensor:
+        """True logits ``[B,H,L,S]`` of a block, masked ones -inf."""
+        query = self._of_block(self.rotated, block).float().unflatten(2, (self.kv_heads, -1))
+        return self._modified(torch.einsum("blngd,bsnd->bngls", query, self.key.float()).flatten(1, 2), block)
+
+    def scores(self, block: int, rule: str, generator: torch.Generator) -> Tensor:
+        """``[B,S]``; +inf: always attended, -inf: never."""
+        masked = self._modified(self._approximate(block, mean=False), block) if "query" in rule else self.exact(block)
+        allowed = (masked > -torch.inf).any(2).any(1)
+        keys = torch.arange(self.total)
+        if rule in ("oracle", "query-mass"):
+            scores = masked.softmax(-1).sum((1, 2))
+        elif rule == "query-max":
+            scores = self._approximate(block, mean=False).sum(1, keepdim=True)
+            scores = torch.where((masked > -torch.inf).any(1, keepdim=True), scores, -torch.inf).amax((1, 2))
+        elif rule == "random":
+            scores = torch.rand(allowed.shape, generator=generator)
+        elif rule == "recent":
+            scores = keys.float().expand_as(allowed)
+        else:
+            logits = self._approximate(block, mean=True)[:, :, 0]  # [B,H,S]
+            if rule == "head-mass":
+                logits = torch.where(allowed.unsqueeze(1), logits * self.scale, -torch.inf).softmax(-1)
+            scores = logits.amax(1) if rule == "head-max" else logits.sum(1)
+        first = block * self.size + self.total - self.query.shape[1]
+        near = (keys > first - self.near) & (keys < first + self.size + self.near)
+        scores = torch.where((keys < self.sinks) | near, torch.inf, scores)
+        return torch.where(allowed, scores, -torch.inf)
+
+    def _approximate(self, block: int, mean: bool) -> Tensor:
+        """Unscaled logits ``[B,H,L,S]`` from latents, as the selection sees them; of the mean query: ``[B,H,1,S]``."""
+        query = self._of_block(self.query, block).float()
+        query = (query.mean(1, keepdim=True) if mean else query).unflatten(2, (self.kv_heads, -1))
+        return reference.latent_logits(query, self.basis, self.latent, *self.rows, self.rotary)[..., : self.total]
+
+    def _of_block(self, query: Tensor, block: int) -> Tensor:
+        return query[:, block * self.size : (block + 1) * self.size]
+
+    def _modified(self, logits: Tensor, block: int) -> Tensor:
+        logits = logits * self.scale
+        batch, heads, queries, _ = logits.shape
+        indices = {
+            "b": torch.arange(batch).view(-1, 1, 1, 1),
+            "h": torch.arange(heads).view(1, -1, 1, 1),
+            "q": (torch.arange(queries) + block * self.size).view(1, 1, -1, 1),
+            "kv": torch.arange(self.total).view(1, 1, 1, -1),
+            "score": logits,
+        }
+        if self.modifier.modifies:
+            logits = evaluate(self.modifier.score, indices, self.tensors, self.integers)
+        if self.modifier.masks:
+            logits = torch.where(evaluate(self.modifier.mask, indices, self.tensors, self.integers), logits, -torch.inf)
+        return logits
 
 
 def table(results: Sequence[Result], title: str) -> Any:
@@ -614,7 +799,8 @@ def table(results: Sequence[Result], title: str) -> Any:
     from rich.table import Table
 
     shown = Table(title=title)
-    for column in ("row", "ΔNLL", "KL", "top-1", "top-p", "retained", "recall", "B/token", "×", "key bytes"):
+    columns = ("row", "ΔNLL", "KL", "top-1", "top-p", "retained", "recall", "B/token", "×", "× layer", "key bytes")
+    for column in columns:
         shown.add_column(column, justify="left" if column == "row" else "right")
     for r in results:
         shown.add_row(
@@ -627,6 +813,7 @@ def table(results: Sequence[Result], title: str) -> Any:
             "" if r.recall is None else f"{r.recall:.3f}",
             f"{r.bytes:.0f}",
             f"{r.dense_bytes / r.bytes:.2f}",
+            f"{r.layer_ratio:.2f}",
             f"{r.key_share:.1%}",
         )
     return shown
@@ -717,11 +904,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--windows", type=int, default=1, help="test windows")
     made.add_argument("--depths", help="comma-separated cached tokens where decoding starts (default: four)")
     made.add_argument("--positions", type=int, default=128, help="tokens decoded from each depth")
-    made.add_argument("--chunk", type=int, default=1, help="tokens per decode call, 1 to 8")
-    made.add_argument("--rows", default=",".join(DEFAULT_ROWS), help="names of rows, or 'all'")
+    made.add_argument("--chunk", type=int, default=8, help="tokens per decode call, 1 to 64; each selects for itself")
+    made.add_argument("--rows", default=",".join(DEFAULT_ROWS), help="names of rows, or 'all' (includes --cross)")
     made.add_argument("--row", action="append", default=[], metavar="NAME:OPTION=VALUE,...", help="one more row")
     made.add_argument("--cross", action="store_true", help="also Python source, calibrated on it and on prose")
     made.add_argument("--stateless", action="store_true", help="also a whole-sequence forward at T = 1024")
+    made.add_argument("--rules", default="operator", help="its selection rules, comma-separated, or 'all'")
     made.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
     made.add_argument("--no-inspect", action="store_true", help="leave out retained mass and recall (faster)")
     made.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -740,8 +928,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rows = dict(ROWS) if args.rows == "all" else {n: ROWS[n] for n in args.rows.split(",") if n}
         rows |= dict(parse_row(r) for r in args.row)
-        if not 1 <= args.chunk <= 8:
-            raise QualityError(f"--chunk {args.chunk}: 1 to 8 tokens per decode call")
+        if not 1 <= args.chunk <= 64:
+            raise QualityError(f"--chunk {args.chunk}: 1 to 64 tokens per decode call")
+        rules = BLOCK_RULES if args.rules == "all" else tuple(args.rules.split(","))
         texts = corpora(args.text, args.calibration_text)
         depths = [int(d) for d in args.depths.split(",")] if args.depths else None
         model, tokenizer = models.load(args.model, dtype=getattr(torch, args.dtype))
@@ -768,20 +957,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             chunk=args.chunk,
             lowering=args.lowering,
             texts=texts,
-            cross=args.cross,
+            cross=args.cross or args.rows == "all",
             calibrations=known,
             inspect=not args.no_inspect,
             done=done,
         )
-        console.print(table(results, f"{args.model}, windows of {args.tokens} tokens"))
+        if results:
+            console.print(table(results, f"{args.model}, windows of {args.tokens} tokens"))
         if args.stateless:
             corpus = next(iter(texts))
             pieces = windows_of(tokenizer, texts[corpus][1], args.tokens, 1, corpus)
-            calibration = known.get(corpus) or calibrate(
-                model, windows_of(tokenizer, texts[corpus][0], args.tokens, 4, corpus), progress=True
-            )
-            facts["stateless"] = stateless(model, pieces[0], calibration, {"budget": 1024})
-            console.print(f"whole-sequence forward, T=1024: {facts['stateless']}", markup=False)
+            if corpus not in known:
+                cut = windows_of(tokenizer, texts[corpus][0], args.tokens, 4, corpus)
+                known[corpus] = calibrate(model, cut, progress=True)
+            facts["stateless"] = {}
+            for rule in rules:  # one by one, so that each is seen as soon as it is there
+                facts["stateless"] |= stateless(model, pieces[0], known[corpus], {"budget": 1024}, rules=[rule])
+                shown = ", ".join(f"{name} {value:.4f}" for name, value in facts["stateless"][rule].items())
+                console.print(f"whole-sequence forward, T=1024, rule {rule}: {shown}", markup=False)
         if args.json:
             args.json.write_text(json.dumps(facts | {"rows": [vars(r) for r in results]}, indent=1, default=str))
         if args.plot and results:
