@@ -88,6 +88,26 @@ class Projection:
     rows: tuple[int, int] | None = None
     #: the weight is kept ``[in, out]`` (GPT-2's ``Conv1D``)
     transposed: bool = False
+    #: the matrix product itself
+    product: Node | None = None
+
+    def read(self, weight: torch.Tensor) -> torch.Tensor:
+        """The rows ``[out, in]`` of the weight's value that make the operand."""
+        weight = weight.detach()
+        weight = weight.T if self.transposed else weight
+        return weight if self.rows is None else weight[self.rows[0] : self.rows[1]]
+
+
+@dataclass(frozen=True)
+class LowRankQuery:
+    """A query projection to be factored (``low_rank_query.py``): the rank, the share of its outputs' variance that
+    the rank keeps, and by what (``"calibration"`` or ``"weights"``).
+    """
+
+    projection: Projection
+    rank: int
+    retained: float
+    source: str
 
 
 @dataclass(frozen=True)
@@ -182,6 +202,7 @@ class SitePlan:
     #: tokens attended per query
     budget: int = 0
     verified_error: float | None = None
+    low_rank_query: LowRankQuery | None = None
 
 
 @dataclass

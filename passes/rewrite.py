@@ -20,19 +20,21 @@ from ..config import SalsConfig
 from ..kernels import ops
 from .graph import ancestors
 from .ir import AttentionSite, SitePlan
+from .low_rank_query import factored_meaning
 from .plan import near_tokens
 from .verify import rotary_rows, site_slots
 
 LATENT_FIELDS = ("codes", "scales", "value_codes", "value_scales", "ring_key", "ring_value")
 BASIS_FIELDS = ("encoder", "decoder", "value_transform")
 ROW_FIELDS = ("cos", "sin", "block_cos", "block_sin", "ring_slots")
+QUERY_FIELDS = ("down", "up", "shift")
 
 
 @dataclass(frozen=True)
 class StateInput:
     """One extra input: ``field`` of the state of ``owner`` (a site's index, or a row group's)."""
 
-    kind: str  # "latent" | "basis" | "rows" | "query_moment" | "key_moment"
+    kind: str  # "latent" | "basis" | "rows" | "query_moment" | "key_moment" | "query"
     owner: int
     field: str
 
@@ -196,6 +198,7 @@ def rewrite_sparse(
         if entry.action == "dense":
             continue
         site = entry.site
+        _factor_query(writer, index, entry)
         output = writer.copies[site.output]
         with _point(writer, site):
             if site.cached:
@@ -216,6 +219,21 @@ def rewrite_sparse(
         output.replace_all_uses_with(result.node)
         count += 1
     return writer.finish(gm, count)
+
+
+def _factor_query(writer: _Writer, index: int, entry: SitePlan) -> None:
+    """The query projection as two products of low rank, where that was planned."""
+    if entry.low_rank_query is None:
+        return
+    found = entry.low_rank_query.projection
+    assert found.product is not None
+    product = writer.copies[found.product]
+    with writer.graph.inserting_before(product):
+        factors = [writer.input("query", index, f) for f in QUERY_FIELDS]
+        thin = factored_meaning(found, writer.get, *factors).node
+    thin.meta = dict(found.product.meta)
+    product.replace_all_uses_with(thin)
+    writer.copies[found.product] = thin
 
 
 def _cached(

@@ -11,6 +11,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from .kernels import dispatch
 from .passes.anchor import anchor, anchoring, pin_capacities
 from .passes.canonicalize import canonicalize
 from .passes.ir import Declined
+from .passes.low_rank_query import low_rank_query
 from .passes.match.attention import match_graph
 from .passes.plan import plan
 from .passes.rewrite import row_groups
 from .passes.verify import verify
 from .report import GraphReport, record
-from .runtime import CompiledGraph, Registry
+from .runtime import CompiledGraph, Registry, query_factors
 
 log = logging.getLogger("sals_compile")
 
@@ -152,8 +154,14 @@ def compile_traced(
         lines = "\n".join(f"  {d.name}: {d.reason}" for d in declined)
         raise DeclinedError(f"on_decline='error' and {len(declined)} attention sites were declined:\n{lines}")
     plans = timed("plan", lambda: plan(sites, config, errors))
+    registry = registry_for(config)
+    if config.query_rank is not None:
+        rank, factors_of = config.query_rank, partial(query_factors, registry, config)
+        timed("low_rank_query", lambda: low_rank_query(plans, rank, example, factors_of))
+        if plans and not any(p.low_rank_query for p in plans):
+            log.warning("option query_rank=%r has no effect: %s", config.query_rank, plans[0].reason)
     groups = row_groups(plans)
-    compiled = CompiledGraph(traced, plans, groups, config, registry_for(config), example, mode)
+    compiled = CompiledGraph(traced, plans, groups, config, registry, example, mode)
     record(GraphReport(compiled, plans, declined, config, timings))
     return compiled
 

@@ -118,6 +118,32 @@ def weights(
     return _basis(weight @ weight.T, None, rank, 1 if joint else kv_heads, "weights")
 
 
+def factor_projection(
+    weight: Tensor, rank: int | float, statistics: tuple[Tensor, Tensor] | None, norm_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """``(down [r,I], up [O,r], shift [O], kept)``: the affine map ``up (down x) + shift`` nearest to ``weight x``.
+
+    Least expected squared error of the outputs for the rank (``passes/low_rank_query.py`` has the proof); ``kept`` is
+    the share of their variance that it keeps. fp32.
+
+    ``rank``: an int, or the share of the variance to keep (a float): the smallest rank that does. ``statistics``: mean
+    ``[O]`` and covariance ``[O,O]`` of the outputs; None: those of white inputs times the norm's gain
+    ``norm_weight [I]``, of mean zero.
+    """
+    outputs = weight.shape[0]
+    if statistics is None:
+        mean, found = torch.zeros(outputs, device=weight.device), weights(weight, norm_weight, outputs)
+    else:
+        mean, found = statistics[0].to(weight.device, torch.float32), pca(statistics[1].to(weight.device), outputs)
+    if found.encoder.shape[0] != outputs:
+        raise ValueError(f"the covariance is of {found.encoder.shape[0]} outputs, the weight has {outputs}")
+    kept = found.eigenvalues.cumsum(0) / found.eigenvalues.sum().clamp_min(torch.finfo(torch.float64).tiny)
+    if isinstance(rank, float):
+        rank = min(int((kept < rank - 1e-12).sum()) + 1, outputs)
+    up = found.encoder[:, :rank]
+    return up.T @ weight.detach().float(), up, mean - up @ (up.T @ mean), float(kept[rank - 1])
+
+
 def relative_rows(cos: Tensor, sin: Tensor, rotary: str, count: int) -> tuple[Tensor, Tensor]:
     """Rotary rows of up to ``count`` distances, log-spaced from 0 to ``S - 1``: ``cos``, ``sin [M,Dr]`` fp64.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .basis import Basis, pca, query_weighted, relative_rows, weights
+from .basis import Basis, factor_projection, pca, query_weighted, relative_rows, weights
 from .config import SalsConfig
 from .kernels import reference
 from .passes.ir import AttentionSite, SitePlan
@@ -149,6 +149,20 @@ class Latents:
 
 
 @dataclass
+class QueryFactors:
+    """A query projection ``[O,I]`` as ``up [O,r] (down [r,I] x) + shift [O]``, and the version of the weight that it is
+    of."""
+
+    rank: int
+    retained: float
+    source: str
+    version: int
+    down: Tensor
+    up: Tensor
+    shift: Tensor
+
+
+@dataclass
 class SiteMemory:
     """What one site of one model has learnt: moments of its queries and keys, and the basis made from them."""
 
@@ -156,6 +170,31 @@ class SiteMemory:
     key_moment: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     basis: Basis | None = None
+    #: by the rank, or the share of energy, that was asked for
+    queries: dict[int | float, QueryFactors] = field(default_factory=dict)
+
+    def query_factors(
+        self,
+        rank: int | float,
+        weight: Tensor,
+        statistics: tuple[Tensor, Tensor] | None,
+        gain: Tensor | None,
+        dtype: torch.dtype,
+    ) -> QueryFactors:
+        """Factors of the query projection ``weight [O,I]`` as it is now: a weight that was written to is factored anew,
+        at the same rank and into the same tensors. See :func:`~sals_compile.basis.factor_projection`.
+        """
+        known = self.queries.get(rank)
+        if known is None or known.version != weight._version:
+            *tensors, retained = factor_projection(weight, rank if known is None else known.rank, statistics, gain)
+            if known is None:
+                tensors = [t.to(dtype).contiguous() for t in tensors]
+            else:
+                tensors = [old.copy_(t) for old, t in zip((known.down, known.up, known.shift), tensors, strict=True)]
+            source = "weights" if statistics is None else "calibration"
+            made = QueryFactors(tensors[0].shape[0], retained, source, weight._version, *tensors)
+            self.queries |= {rank: made, made.rank: made}
+        return self.queries[rank]
 
     def moment(self, site: AttentionSite, kind: str, device: torch.device) -> Tensor:
         """The accumulator that ``observe`` (``kind="query_moment"``) or ``observe_keys`` adds to."""
@@ -225,6 +264,8 @@ class AdoptedCache:
         self.refused = ""
         #: state tensors in the order each variant takes them, remembered between calls
         self.inputs: dict[Any, list[Tensor]] = {}
+        #: per graph, which weights they were made of
+        self.stamps: dict[Any, list[tuple[int, int]]] = {}
 
     def touched(self, buffers: Sequence[Tensor]) -> bool:
         """Whether somebody else wrote to the buffers since our last call."""

@@ -36,7 +36,7 @@ from .cache import DISTANCES
 from .kernels import reference
 from .kernels.index_expr import evaluate
 from .kernels.reference import ROTARY_FORMS
-from .passes.ir import AttentionSite, Operand
+from .passes.ir import AttentionSite, Mismatch, Operand
 from .passes.verify import rotary_rows
 
 FORMAT = "sals-calibration"
@@ -111,6 +111,8 @@ class SiteMoments:
             empty if the projection was not found.
         kept: ``[len(BUDGETS)]``, sum over ``queries [1]`` queries of the share of attention (mean over heads) that the
             best so many tokens get, chosen for all heads together.
+        projected_moment: ``[O+1,O+1]``, sum of ``y y^T`` over tokens; ``y`` is a one, then the query projection's
+            output ``W x`` of all heads without its bias. Empty unless asked for (``calibrate(..., projections=True)``).
     """
 
     key_moment: Tensor
@@ -121,6 +123,7 @@ class SiteMoments:
     weight_sample: Tensor = field(default_factory=lambda: torch.empty(0))
     kept: Tensor = field(default_factory=lambda: torch.zeros(len(BUDGETS)))
     queries: Tensor = field(default_factory=lambda: torch.zeros(1))
+    projected_moment: Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
     def relative(self) -> tuple[Tensor, Tensor] | None:
         return None if self.rotary == "none" else (self.relative_cos, self.relative_sin)
@@ -140,13 +143,24 @@ class SiteMoments:
                 return f"relative rows have shapes {list(cos.shape)} and {list(sin.shape)}, not [M, Dr]"
         if self.kept.shape != (len(BUDGETS),) or self.queries.shape != (1,):
             return f"kept has shape {list(self.kept.shape)}, queries {list(self.queries.shape)}"
+        if self.projected_moment.dim() != 2 or self.projected_moment.shape[0] != self.projected_moment.shape[1]:
+            return f"projected_moment has shape {list(self.projected_moment.shape)}, not [O+1, O+1]"
         for name in _TENSORS:
             if not bool(torch.isfinite(getattr(self, name)).all()):
                 return f"{name} holds NaN or infinity"
         return ""
 
 
-_TENSORS = ("key_moment", "query_moment", "relative_cos", "relative_sin", "weight_sample", "kept", "queries")
+_TENSORS = (
+    "key_moment",
+    "query_moment",
+    "relative_cos",
+    "relative_sin",
+    "weight_sample",
+    "kept",
+    "queries",
+    "projected_moment",
+)
 
 
 @dataclass(frozen=True)
@@ -249,6 +263,23 @@ class Calibration:
             )
         return self.sites[site]
 
+    def projected(self, site: str, outputs: int) -> tuple[Tensor, Tensor] | None:
+        """Mean ``[O]`` and covariance ``[O,O]`` of a site's query projection without its bias, fp64 on the CPU, or None
+        where they were not observed.
+        """
+        moments = self.sites.get(site)
+        if moments is None or moments.projected_moment.numel() == 0:
+            return None
+        if moments.projected_moment.shape[0] != outputs + 1:
+            raise CalibrationError(
+                f"the calibration of {self.fingerprint} has at {site!r} a query projection of "
+                f"{moments.projected_moment.shape[0] - 1} outputs, the model being compiled one of {outputs}: "
+                "calibrate this model, or unset the option"
+            )
+        moment = moments.projected_moment.double() / moments.projected_moment[0, 0]
+        mean = moment[0, 1:]
+        return mean, moment[1:, 1:] - torch.outer(mean, mean)
+
     def check(self, model: torch.nn.Module) -> None:
         """Raise :class:`CalibrationError`, naming both, if this is not the calibration of ``model``."""
         found = Fingerprint.of(model)
@@ -277,6 +308,11 @@ class Calibration:
         sites = {}
         for name, first in self.sites.items():
             second = other.sites[name]
+            if first.projected_moment.shape != second.projected_moment.shape:
+                raise CalibrationError(
+                    f"cannot merge: one calibration of site {name!r} holds the query projection's moment, the other "
+                    "does not; make both with the same projections="
+                )
             if (first.rotary, first.query_moment.shape) != (second.rotary, second.query_moment.shape):
                 raise CalibrationError(
                     f"cannot merge: site {name!r} is {first.rotary} {list(first.query_moment.shape)} in one and "
@@ -288,6 +324,7 @@ class Calibration:
                 query_moment=first.query_moment + second.query_moment,
                 kept=first.kept + second.kept,
                 queries=first.queries + second.queries,
+                projected_moment=first.projected_moment + second.projected_moment,
             )
         return Calibration(sites, self.fingerprint, self.tokens + other.tokens, longer.context)
 
@@ -310,6 +347,7 @@ class Calibration:
             f"{name}/{kind}": getattr(moments, kind).detach().to("cpu", torch.float32).contiguous()
             for name, moments in self.sites.items()
             for kind in _TENSORS
+            if kind != "projected_moment" or moments.projected_moment.numel()
         }
         description = {
             "fingerprint": vars(self.fingerprint) | {"samples": list(self.fingerprint.samples)},
@@ -410,7 +448,8 @@ def _assembled(description: dict[str, Any], tensors: dict[str, Tensor]) -> Calib
     )
     sites = {}
     for name, rotary in description["rotary"].items():
-        moments = SiteMoments(rotary=rotary, **{kind: tensors[f"{name}/{kind}"] for kind in _TENSORS})
+        held = [k for k in _TENSORS if k != "projected_moment" or f"{name}/{k}" in tensors]
+        moments = SiteMoments(rotary=rotary, **{kind: tensors[f"{name}/{kind}"] for kind in held})
         if fault := moments.fault():
             raise ValueError(f"site {name!r}: {fault}")
         sites[name] = moments
@@ -444,6 +483,7 @@ def calibrate(
     *,
     context: int | None = None,
     progress: bool = True,
+    projections: bool = False,
 ) -> Calibration:
     """Run a model over text once and keep what its attention sites saw, for ``options={"calibration": ...}``.
 
@@ -457,6 +497,8 @@ def calibrate(
             Some 10 000 tokens of text like that to come are enough; longer sequences teach longer distances.
         context: cut token ids into sequences of this many tokens. Default: as they come.
         progress: show a progress bar on stderr.
+        projections: also keep the moments of the query projections' outputs (``4 (H D)^2`` bytes a site), by which the
+            option ``query_rank`` factors them.
 
     Raises:
         CalibrationError: no site matches, a sequence is shorter than :data:`SHORTEST` tokens, all of them together have
@@ -465,7 +507,7 @@ def calibrate(
     if context is not None and context < SHORTEST:
         raise CalibrationError(f"context={context} is too short: at least {SHORTEST} tokens are needed")
     model = getattr(model, "_orig_mod", model)
-    observer = _Observer()
+    observer = _Observer(projections)
     forward = torch.compile(_own_code(model.forward), backend=observer.backend)
     parameter = next(model.parameters(), torch.empty(0))
     named = _cheap_arguments(model)
@@ -495,7 +537,8 @@ def calibrate(
 class _Observer:
     """Sums the moments of every site of every graph that Dynamo traces; its :meth:`backend` compiles those graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self, projections: bool = False) -> None:
+        self.projections = projections
         self.tokens = 0
         self.context = 0
         self.declined: dict[str, str] = {}
@@ -549,7 +592,22 @@ class _Observer:
                 projection = key_projection(site, example)
                 if projection is not None:
                     self._weights[site.name] = sample(projection[0])
-        return _Watch(traced, self._watches(sites)).run
+        watches = self._watches(sites)
+        if self.projections:
+            self._watch_projections(sites, watches, example)
+        return _Watch(traced, watches).run
+
+    def _watch_projections(
+        self, sites: Sequence[AttentionSite], watches: dict[Node, list[Callable[[Any], None]]], example: Any
+    ) -> None:
+        from .passes.low_rank_query import match_query_projection
+
+        for site in sites:
+            with contextlib.suppress(Mismatch):  # such a site keeps its projection
+                found = match_query_projection(site)
+                bias = None if found.bias is None else example[found.bias].detach()
+                assert found.product is not None
+                watches.setdefault(found.product, []).append(partial(self._add_projected, site, found.rows, bias))
 
     def _watches(self, sites: Sequence[AttentionSite]) -> dict[Node, list[Callable[[Any], None]]]:
         """What to do with a node's value as soon as it is computed."""
@@ -584,6 +642,19 @@ class _Observer:
         sums["kept"] = sums["kept"] + kept if "kept" in sums else kept
         sums["queries"] = sums["queries"] + queries if "queries" in sums else queries
 
+    def _add_projected(
+        self, site: AttentionSite, rows: tuple[int, int] | None, bias: Tensor | None, value: Tensor
+    ) -> None:
+        value = value if bias is None else value - bias
+        value = value if rows is None else value[..., rows[0] : rows[1]]
+        sums = self._batch.setdefault(site.name, {})
+        value = torch.nn.functional.pad(value, (1, 0), value=1.0)
+        width = value.shape[-1]
+        total = sums.setdefault(
+            "projected_moment", torch.zeros((width, width), dtype=torch.float32, device=value.device)
+        )
+        reference.observe_keys(total, value.reshape(1, -1, 1, width))
+
     def _keep_rows(self, site: AttentionSite, node: Node, value: Tensor) -> None:
         assert site.key_rotary is not None
         seen = self._rows.setdefault(site.name, {})
@@ -608,7 +679,9 @@ class _Observer:
         if shortest < SHORTEST:
             raise CalibrationError(_too_short(number, shortest))
         for name, sums in self._batch.items():
-            for kind in ("key_moment", "query_moment", "kept", "queries"):
+            for kind in ("key_moment", "query_moment", "kept", "queries", "projected_moment"):
+                if kind not in sums:
+                    continue
                 moment = sums[kind].to("cpu", torch.float64)
                 if not bool(torch.isfinite(moment).all()):
                     raise CalibrationError(
@@ -632,6 +705,8 @@ class _Observer:
             facts: dict[str, Any] = {}
             if name in self._weights:
                 facts["weight_sample"] = self._weights[name]
+            if "projected_moment" in totals:
+                facts["projected_moment"] = totals["projected_moment"].float()
             if site.key_rotary is not None:
                 cos, sin = relative_rows(*self._longest[name], site.rotary_form, DISTANCES)
                 facts |= {"relative_cos": cos.float(), "relative_sin": sin.float()}

@@ -93,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
     calibrated.add_argument("--tokens", type=_positive, default=16384, help="tokens of it to use")
     calibrated.add_argument("--context", type=_positive, default=2048, help="tokens per sequence")
     calibrated.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    calibrated.add_argument("--projections", action="store_true", help="also what option query_rank asks for (larger)")
     calibrated.add_argument("--device", default="cpu")
     _add_json(calibrated)
     calibrated.set_defaults(run=_calibrate)
@@ -252,7 +253,13 @@ def _calibrate(args: argparse.Namespace) -> int:
     if tokens.shape[1] < args.tokens:
         _say(f"the text has {tokens.shape[1]} tokens, fewer than the {args.tokens} asked for")
     try:
-        made = calibrate(model.to(args.device), [tokens], context=args.context, progress=not args.json)
+        made = calibrate(
+            model.to(args.device),
+            [tokens],
+            context=args.context,
+            progress=not args.json,
+            projections=args.projections,
+        )
     except CalibrationError as error:
         raise UserError(str(error)) from error
     made.save(args.output)

@@ -79,6 +79,10 @@ class SalsConfig:
         skip_layers: sites left dense: indices in order of appearance (negative from the end), or module path
             substrings. ``"auto"``: sites whose best ``T`` tokens keep less than ``auto_mass`` of the attention on the
             calibration's text; without ``calibration``, the first two and the last (the paper's choice).
+        query_rank: factor the query projection into two products of this rank, where that costs less (calls through the
+            latents only: a dense prefill stays exact). A float is the share of the variance of its outputs to keep:
+            each site takes the smallest rank that does. By the calibration's moments if it holds them
+            (``calibrate(..., projections=True)``), else by the weights alone. None: not at all.
         calibration: a ``Calibration`` or the path of one; without it the first long prompt is the calibration.
         on_decline: ``"dense"`` leaves a declined site as it was; ``"error"`` raises with the reasons.
         lowering: ``"inductor"``, ``"eager"`` or ``"mlir"``.
@@ -104,6 +108,7 @@ class SalsConfig:
     query_block: int = 64
     decode_tokens: int = 8
     skip_layers: tuple[int | str, ...] = ()
+    query_rank: int | float | None = None
     calibration: Any = None
     on_decline: str = "dense"
     lowering: str = "inductor"
@@ -154,6 +159,18 @@ class SalsConfig:
                 )
         if not 0 < self.auto_mass < 1:
             raise OptionError(f"option auto_mass={self.auto_mass!r}: a share of attention, between 0 and 1")
+        if self.query_rank is not None:
+            fits = self.query_rank >= 1 if isinstance(self.query_rank, int) else 0 < self.query_rank < 1
+            if not fits:
+                raise OptionError(
+                    f"option query_rank={self.query_rank!r}: an int is a rank of at least 1, a float the share of "
+                    f"variance to keep and lies between 0 and 1"
+                )
+            if self.attention == "exact":
+                raise OptionError(
+                    f"option query_rank={self.query_rank!r}: factored queries are approximate, which attention='exact' "
+                    f"rules out; leave one of them unset"
+                )
         if self.decode_tokens > self.recents:
             raise OptionError(
                 f"option decode_tokens={self.decode_tokens}: must not exceed recents={self.recents}, whose ring holds "
@@ -200,6 +217,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "preset": (str, type(None)),
     "rank": (int, float),
     "score_rank": (int, float),
+    "query_rank": (int, float, type(None)),
     "cudagraphs": (bool,),
     "inductor": (Mapping,),
     "budget": (int, str),

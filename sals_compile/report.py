@@ -53,6 +53,9 @@ class SiteReport:
     score_rank: int = 0
     budget: int = 0
     verified_error: float | None = None
+    #: of a factored query projection: its rank, and the share of its outputs' variance that the rank keeps
+    query_rank: int = 0
+    query_retained: float | None = None
     kv_bytes_per_token: float = 0.0
     dense_bytes_per_token: float = 0.0
     #: of a declined site: what would make it match ("" where nobody knows), and the node at which the nearest match
@@ -421,6 +424,8 @@ def _site_report(plan: SitePlan, config: SalsConfig) -> SiteReport:
         score_rank=plan.score_rank,
         budget=plan.budget if plan.action == "sals" else 0,
         verified_error=plan.verified_error,
+        query_rank=plan.low_rank_query.rank if plan.low_rank_query else 0,
+        query_retained=plan.low_rank_query.retained if plan.low_rank_query else None,
         kv_bytes_per_token=sparse,
         dense_bytes_per_token=dense,
     )

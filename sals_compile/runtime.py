@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .cache import (
     AdoptedCache,
     Latents,
+    QueryFactors,
     Rows,
     SiteMemory,
     StorageDict,
@@ -35,7 +36,7 @@ from .cache import (
 from .config import SalsConfig
 from .kernels import reference
 from .passes.graph import ancestors
-from .passes.ir import SitePlan
+from .passes.ir import AttentionSite, Projection, SitePlan
 from .passes.lower import compile_context, lower
 from .passes.rewrite import Rewritten, RowGroup, StateInput, rewrite_dense, rewrite_sparse
 
@@ -59,6 +60,23 @@ class Registry:
             sites = {}
             self.memories.set(owner, sites)
         return sites.setdefault(name, SiteMemory())
+
+
+def query_factors(
+    registry: Registry,
+    config: SalsConfig,
+    site: AttentionSite,
+    found: Projection,
+    weight: Tensor,
+    gain: Tensor | None,
+    rank: int | float | None = None,
+) -> QueryFactors:
+    """Factors of a site's query projection, kept with the model that owns the weight ``[O,I]``."""
+    assert found.product is not None and config.query_rank is not None
+    known = None if config.calibration is None else config.calibration.projected(site.name, weight.shape[0])
+    rank = config.query_rank if rank is None else rank
+    dtype = found.product.meta["val"].dtype
+    return registry.memory(weight, site.name).query_factors(rank, weight, known, gain, dtype)
 
 
 def _integer_input(position: int, args: Sequence[Any]) -> int:
@@ -144,6 +162,10 @@ class CompiledGraph:
         self.active = [i for i, p in enumerate(plans) if p.action != "dense"]
         self.cached = [i for i in self.active if plans[i].site.cached]
         self.stateless = [i for i in self.active if not plans[i].site.cached]
+        #: positions of the weights whose query projections are factored
+        self.factored = [
+            self.position[p.low_rank_query.projection.weight] for p in plans if p.low_rank_query is not None
+        ]
         self.variants: dict[Any, Variant] = {}
         self.fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in self.placeholders])
         self.outputs = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
@@ -535,10 +557,28 @@ class CompiledGraph:
         if entry.kind == "basis":
             tensors = self.memories[entry.owner].tensors
             return tensors[entry.field] if tensors else self._blank_basis(entry)
+        if entry.kind == "query":
+            return getattr(self._query_factors(entry.owner, args), entry.field)
         assert cache is not None
 
         key = args[self.position[self._cache_of(entry.owner, "key_cache").buffer]]
         return getattr(cache.latents[storage_key(key)], entry.field)
+
+    def _follow_weights(self, cache: Any, args: Sequence[Any]) -> None:
+        """Ask for a cache's state anew when a weight whose query projection is factored was written to or replaced."""
+        stamp = [(args[p]._version, args[p].data_ptr()) for p in self.factored]
+        if cache.stamps.get(self, []) != stamp:
+            cache.stamps[self] = stamp
+            cache.inputs.clear()
+
+    def _query_factors(self, index: int, args: Sequence[Any]) -> QueryFactors:
+        """Of the weight that this call passes: layers compiled one by one may share a graph."""
+        plan = self.plans[index]
+        assert plan.low_rank_query is not None
+        found = plan.low_rank_query.projection
+        weight = found.read(args[self.position[found.weight]])
+        gain = None if found.norm is None else args[self.position[found.norm]].detach()
+        return query_factors(self.registry, self.config, plan.site, found, weight, gain, plan.low_rank_query.rank)
 
     def _blank_basis(self, entry: StateInput) -> Tensor:
         """Shapes of a basis that is not computed yet, to compile a dynamic graph's sparse variant ahead."""
@@ -567,6 +607,7 @@ class CompiledGraph:
         if cache is None:
             extra = [self._state(e, None, args) for e in variant.rewritten.inputs]
         else:  # hundreds of tensors that stay the same from token to token
+            self._follow_weights(cache, args)
             if variant not in cache.inputs:
                 cache.inputs[variant] = [self._state(e, cache, args) for e in variant.rewritten.inputs]
             extra = cache.inputs[variant]

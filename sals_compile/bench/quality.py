@@ -94,6 +94,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "full-rank": ("sals, exact keys", {"rank": 1.0, "latent_bits": 16, "value_bits": 16}),
     "T-256": ("sals", {"budget": 256}),
     "T-1024": ("sals", {"budget": 1024}),
+    "query-95": ("sals, low-rank queries", {"query_rank": 0.95}),
+    "query-90": ("sals, low-rank queries", {"query_rank": 0.9}),
     "no-skip": ("sals, no layer dense", {"skip_layers": ()}),
     "auto-skip": ("sals, dense layers by calibration", {"skip_layers": "auto"}),
     "auto-budget": ("sals, budgets by calibration", {"budget": "auto"}),
@@ -607,7 +609,8 @@ def run(
         for corpus in dict.fromkeys(p[1] for p in plan):
             if corpus not in known:
                 pieces = windows_of(tokenizer, texts[corpus][0], tokens, calibration_windows, f"{corpus} calibration")
-                known[corpus] = calibrate(model, pieces, progress=False)
+                factored = any("query_rank" in options for *_, options in plan)
+                known[corpus] = calibrate(model, pieces, progress=False, projections=factored)
         prepared: dict[str, list[Window]] = {}
         for tested, corpus, name, method, options in plan:
             if tested not in prepared:
