@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from ..kernels.index_expr import Modifier
+from ..kernels.virtual import VIRTUAL_BUFFER
 from .graph import Layout
 
 
@@ -75,6 +76,16 @@ class CacheWrite:
     read: Node | int | None = None
     #: ``copy_`` nodes that store the update back
     stores: tuple[Node, ...] = ()
+
+    @property
+    def virtual(self) -> bool:
+        """Whether the buffer exists in the graph alone (``kernels/virtual.py``)."""
+        return self.buffer.target is VIRTUAL_BUFFER
+
+    @property
+    def owner(self) -> Node:
+        """The graph input that says which cache this is: the buffer, or a virtual buffer's handle."""
+        return self.buffer.args[0] if self.virtual else self.buffer  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -175,7 +186,12 @@ class AttentionSite:
     @property
     def born(self) -> bool:
         """Whether the graph creates the cache itself and returns it."""
-        return self.key_cache is not None and self.key_cache.buffer.op != "placeholder"
+        return self.key_cache is not None and self.key_cache.owner.op != "placeholder"
+
+    @property
+    def virtual(self) -> bool:
+        """Whether the cache has no dense buffers."""
+        return self.key_cache is not None and self.key_cache.virtual
 
 
 @dataclass(frozen=True)

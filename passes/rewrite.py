@@ -1,13 +1,14 @@
 """Sites to ``sals`` operators: the dense attention goes out of the graph, state comes in as extra inputs.
 
 A graph is rewritten once per *variant* (``runtime.py`` picks one per call): ``dense`` keeps attention as it was and
-only records what a later import needs (rotary rows, query moments); ``sparse`` attends through the latents. Extra
-inputs are described by :class:`StateInput`, in order.
+only records what a later import needs (rotary rows, query moments); ``sparse`` attends through the latents. A graph
+whose cache has no dense buffers has the variants of :func:`rewrite_virtual` instead. Extra inputs are described by
+:class:`StateInput`, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from ..config import SalsConfig
 from ..kernels import ops
+from ..kernels.virtual import VIRTUAL_BUFFER
 from .graph import ancestors
-from .ir import AttentionSite, SitePlan
+from .ir import AttentionSite, CacheWrite, SitePlan
 from .low_rank_query import factored_meaning
 from .plan import near_tokens
 from .verify import rotary_rows, site_slots
 
+SDPA = ops.operator("scaled_dot_product_attention")
 LATENT_FIELDS = ("codes", "scales", "value_codes", "value_scales", "ring_key", "ring_value")
 BASIS_FIELDS = ("encoder", "decoder", "value_transform")
 ROW_FIELDS = ("cos", "sin", "block_cos", "block_sin", "ring_slots")
@@ -34,7 +37,7 @@ QUERY_FIELDS = ("down", "up", "shift")
 class StateInput:
     """One extra input: ``field`` of the state of ``owner`` (a site's index, or a row group's)."""
 
-    kind: str  # "latent" | "basis" | "rows" | "query_moment" | "key_moment" | "query"
+    kind: str  # "latent" | "basis" | "rows" | "query_moment" | "key_moment" | "query" | "short" | "kept"
     owner: int
     field: str
 
@@ -199,7 +202,6 @@ def rewrite_sparse(
             continue
         site = entry.site
         _factor_query(writer, index, entry)
-        output = writer.copies[site.output]
         with _point(writer, site):
             if site.cached:
                 group = next(g for g in groups if index in g.sites)
@@ -209,16 +211,20 @@ def rewrite_sparse(
                 result = _cached(writer, index, entry, group, config, encoded)
             else:
                 result = _stateless(writer, index, entry, config)
-            result = site.output_layout.from_roles(result)
-            if site.output.meta["val"].is_contiguous():  # views after it were traced for these strides
-                result = torch.ops.aten.contiguous.default(result)
-            if site.output.meta["val"].dim() == 3 and not site.output_layout.is_identity:
-                # A batched product is contiguous, and views after it were traced for that.
-                result = torch.ops.aten.contiguous.default(result)
-        result.node.meta = dict(site.output.meta)
-        output.replace_all_uses_with(result.node)
+            _replace_output(writer, site, result)
         count += 1
     return writer.finish(gm, count)
+
+
+def _replace_output(writer: _Writer, site: AttentionSite, result: Any) -> None:
+    """``result [B,L,H,Dv]`` in the place of the site's own output."""
+    result = site.output_layout.from_roles(result)
+    value = site.output.meta["val"]
+    batched = value.dim() == 3 and not site.output_layout.is_identity  # a batched product is contiguous
+    if batched or value.is_contiguous():  # views after it were traced for these strides
+        result = torch.ops.aten.contiguous.default(result)
+    result.node.meta = dict(site.output.meta)
+    writer.copies[site.output].replace_all_uses_with(result.node)
 
 
 def _factor_query(writer: _Writer, index: int, entry: SitePlan) -> None:
@@ -337,4 +343,203 @@ def _stateless(writer: _Writer, index: int, entry: SitePlan, config: SalsConfig)
     )
     return writer.call(
         "block_attend", query, key, value, chosen, *modifier, config.query_block, site.scale, _sinks(site, get)
+    )
+
+
+# ---- a cache without dense buffers -----------------------------------------------------------------------------------
+
+#: ``short``: no more than ``budget`` tokens, kept as they are. ``sparse``: a decode step over latents. The others are
+#: prefills, by where the keys before this call come from: none (``fresh``), ``short``'s buffers (``grow``), the latents
+#: (``rebuild``).
+VIRTUAL_VARIANTS = ("short", "sparse", "fresh", "grow", "rebuild")
+
+
+def rewrite_virtual(
+    gm: GraphModule,
+    plans: Sequence[SitePlan],
+    groups: Sequence[RowGroup],
+    config: SalsConfig,
+    variant: str,
+    fits: Mapping[int, int],
+) -> Rewritten:
+    """Sites whose cache is virtual, in one of :data:`VIRTUAL_VARIANTS`; other sites stay as they are.
+
+    A prefill is dense attention as traced, over keys and values that exist for one layer at a time: those before this
+    call rebuilt, those of this call exact; it ends by encoding them. ``fits`` names, by site index, who makes a basis
+    from the first prefill (an id that ``sals::fit_basis`` knows).
+    """
+    writer = _Writer(gm)
+    started: set[int] = set()
+    encoded: set[Node] = set()
+    count = 0
+    for index, entry in enumerate(plans):
+        site = entry.site
+        if not site.virtual:
+            continue
+        assert site.key_cache is not None and site.value_cache is not None
+        count += 1
+        first = site.key_cache.buffer not in encoded  # layers may share one cache
+        if entry.action == "dense":
+            if first:
+                encoded.add(site.key_cache.buffer)
+                _keep(writer, index, site.key_cache, "key")
+                _keep(writer, index, site.value_cache, "value")
+            continue
+        group = next(g for g in groups if index in g.sites)
+        if variant in ("short", "sparse") and group.index not in started:
+            started.add(group.index)
+            with _point(writer, site):
+                _record_rows(writer, group, site)
+        if variant == "sparse":
+            _factor_query(writer, index, entry)
+            with _point(writer, site):
+                _replace_output(writer, site, _cached(writer, index, entry, group, config, encoded))
+            continue
+        encoded.add(site.key_cache.buffer)
+        if variant == "short":
+            with _point(writer, site):
+                _replace_output(writer, site, _short(writer, index, site, first, index in fits))
+            continue
+        if variant == "fresh" and _reads_own_keys(site):
+            with _point(writer, site):
+                _replace_output(writer, site, _own_keys(writer, site))
+        else:
+            _rebuild_past(writer, index, site, group, short_slots(plans, site.key_cache.capacity), variant)
+        if first:
+            with _point(writer, site):
+                _store(writer, index, site, group, variant, fits.get(index))
+        if index == group.sites[-1]:  # materialize reads the rows as they were before this call
+            with _point(writer, site):
+                _record_rows(writer, group, site)
+    result = writer.finish(gm, count)
+    left = [n for n in result.gm.graph.nodes if n.target is VIRTUAL_BUFFER]
+    if left:
+        users = ", ".join(sorted({u.name for n in left for u in n.users}))
+        raise RuntimeError(
+            f"the keys or values of a SalsCache are read by something other than matched attention ({users}); "
+            f"use transformers' StaticCache for this model"
+        )
+    return result
+
+
+def _keep(writer: _Writer, index: int, cache: CacheWrite, field: str) -> None:
+    """The layer stays dense: its buffer is state of ours, written as a static cache's would be."""
+    update, virtual = writer.copies[cache.update], writer.copies[cache.buffer]
+    buffer = writer.input("kept", index, field)
+    update.replace_input_with(virtual, buffer.node)
+    _copy_back(writer, buffer, Proxy(update, writer.tracer))
+
+
+def _copy_back(writer: _Writer, buffer: Any, update: Any) -> None:
+    with writer.graph.inserting_before(next(n for n in reversed(writer.graph.nodes) if n.op == "output")):
+        torch.ops.aten.copy_.default(buffer, update)
+
+
+def _short(writer: _Writer, index: int, site: AttentionSite, first: bool, observe: bool) -> Any:
+    """Exact attention over buffers of as many slots as the budget has tokens."""
+    get = writer.get
+    assert site.key_cache is not None
+    slots = get(site.key_cache.slots)
+    updated = []
+    for field, new in zip(("key", "value"), _tokens(writer, site), strict=True):
+        buffer = writer.input("short", index, field)
+        updated.append(torch.ops.aten.index_copy.default(buffer, 1, slots, new))
+        if first:
+            _copy_back(writer, buffer, updated[-1])
+    if observe:
+        writer.call("observe", writer.input("query_moment", index, "moment"), site.query_pre.read(get))
+    query, modifier = site.query.read(get), _modifier(site, get)
+    return writer.call("dense_attention", query, *updated, *modifier, site.scale, _sinks(site, get))
+
+
+def _reads_own_keys(site: AttentionSite) -> bool:
+    """Whether attention over an empty cache can be asked of PyTorch's operator for this call's keys alone: a mask over
+    all slots is then cut to the first ``L``. Slots never written are not attended by any mask a cache is used with.
+    """
+    if site.anchor.target is not SDPA or site.anchor is not site.output:
+        return False
+    mask = _attention_mask(site.anchor)
+    last = 1 if mask is None else mask.meta["val"].shape[-1]
+    assert site.key_cache is not None and site.value_cache is not None
+    types = {site.dtype, *(c.buffer.meta["val"].dtype for c in (site.key_cache, site.value_cache))}
+    return last in (1, site.key_cache.capacity) and len(types) == 1
+
+
+def _attention_mask(anchor: Node) -> Node | None:
+    return anchor.args[3] if len(anchor.args) > 3 else anchor.kwargs.get("attn_mask")  # type: ignore[return-value]
+
+
+def _own_keys(writer: _Writer, site: AttentionSite) -> Any:
+    """PyTorch's attention of an empty cache's first tokens among themselves: ``[B,L,H,Dv]``."""
+    get = writer.get
+    tokens = (site.query.read(get), *_tokens(writer, site))
+    query, key, value = (torch.ops.aten.permute.default(t, [0, 2, 1, 3]) for t in tokens)
+    mask: Any = _attention_mask(site.anchor)
+    if mask is not None:
+        whole = mask.meta["val"].shape[-1] == 1
+        length = torch.ops.aten.sym_size.int(key, 2)
+        mask = get(mask) if whole else torch.ops.aten.slice.Tensor(get(mask), -1, 0, length)
+    causal = site.anchor.args[5] if len(site.anchor.args) > 5 else site.anchor.kwargs.get("is_causal", False)
+    shared = site.heads != site.kv_heads
+    out = SDPA(query, key, value, mask, 0.0, causal, scale=site.scale, enable_gqa=shared)
+    return torch.ops.aten.permute.default(out, [0, 2, 1, 3])
+
+
+def _rebuild_past(writer: _Writer, index: int, site: AttentionSite, group: RowGroup, short: int, variant: str) -> None:
+    """Dense keys and values before this call, in the place of the buffers that the traced attention reads."""
+    caches = [c for c in (site.key_cache, site.value_cache) if c is not None]
+    updates = [writer.copies[c.update] for c in caches]
+    capacity = caches[0].capacity
+    with writer.graph.inserting_before(min(updates)):
+        past: Any = None
+        if variant == "rebuild":
+            latents = [writer.input("latent", index, f) for f in LATENT_FIELDS]
+            cos, sin, _, _, ring_slots = (writer.input("rows", group.index, f) for f in ROW_FIELDS)
+            _, decoder, transform = (writer.input("basis", index, f) for f in BASIS_FIELDS)
+            past = writer.call(
+                "materialize", *latents, ring_slots, cos, sin, decoder, transform, capacity, site.rotary_form
+            )
+        elif variant == "grow":
+            missing = [0, 0, 0, 0, 0, capacity - short]
+            buffers = [writer.input("short", index, f) for f in ("key", "value")]
+            past = [torch.ops.aten.constant_pad_nd.default(buffer, missing) for buffer in buffers]
+        for position, (cache, update) in enumerate(zip(caches, updates, strict=True)):
+            like = cache.buffer.meta["val"]
+            if past is None:
+                options = {"dtype": like.dtype, "device": like.device}
+                dense = writer.graph.call_function(torch.ops.aten.full.default, (list(like.shape), 0), options)
+            else:
+                dense = torch.ops.aten.contiguous.default(cache.layout.from_roles(past[position])).node
+            update.replace_input_with(writer.copies[cache.buffer], dense)
+
+
+def short_slots(plans: Sequence[SitePlan], capacity: int) -> int:
+    """Slots of the exact buffers of a short context: the largest budget of a compressed layer."""
+    return min(max(p.budget for p in plans if p.site.virtual and p.action != "dense"), capacity)
+
+
+def _tokens(writer: _Writer, site: AttentionSite) -> list[Any]:
+    """This call's keys and values ``[B,L,N,D]`` in the type of the cache."""
+    tokens = []
+    for operand, cache in ((site.key, site.key_cache), (site.value, site.value_cache)):
+        assert cache is not None
+        kept = operand.dtype or operand.node.meta["val"].dtype
+        token, wanted = operand.read(writer.get), cache.buffer.meta["val"].dtype
+        tokens.append(token if kept == wanted else torch.ops.aten._to_copy.default(token, dtype=wanted))
+    return tokens
+
+
+def _store(writer: _Writer, index: int, site: AttentionSite, group: RowGroup, variant: str, fit: int | None) -> None:
+    """Encode the tokens of a prefill, the basis made from them first where it is not known yet."""
+    get = writer.get
+    latents = [writer.input("latent", index, f) for f in LATENT_FIELDS]
+    encoder, decoder, transform = (writer.input("basis", index, f) for f in BASIS_FIELDS)
+    key_pre = site.key_pre.read(get)
+    if fit is not None and variant != "rebuild":
+        rows = [writer.input("rows", group.index, f) for f in ("cos", "sin")]
+        new = rotary_rows(site, get) if site.key_rotary is not None else (rows[0][:, :0], rows[1][:, :0])
+        past = writer.input("short", index, "key") if variant == "grow" else None
+        torch.ops.sals.fit_basis.default(encoder, decoder, site.query_pre.read(get), key_pre, *new, past, *rows, fit)
+    writer.call(
+        "encode", *latents, key_pre, site.key.read(get), site.value.read(get), encoder, transform, site_slots(site, get)
     )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from . import virtual
 from .config import OptionError, SalsConfig
 from .kernels import dispatch
 from .passes.anchor import anchor, anchoring, pin_capacities
@@ -154,15 +155,21 @@ def compile_traced(
         lines = "\n".join(f"  {d.name}: {d.reason}" for d in declined)
         raise DeclinedError(f"on_decline='error' and {len(declined)} attention sites were declined:\n{lines}")
     plans = timed("plan", lambda: plan(sites, config, errors))
+    unclaimed = virtual.unclaimed(traced, plans)
+    if unclaimed:
+        raise DeclinedError(virtual.unclaimed_message(unclaimed, declined))
     registry = registry_for(config)
     if config.query_rank is not None:
         rank, factors_of = config.query_rank, partial(query_factors, registry, config)
         timed("low_rank_query", lambda: low_rank_query(plans, rank, example, factors_of))
         if plans and not any(p.low_rank_query for p in plans):
             log.warning("option query_rank=%r has no effect: %s", config.query_rank, plans[0].reason)
-    groups = row_groups(plans)
-    compiled = CompiledGraph(traced, plans, groups, config, registry, example, mode)
-    record(GraphReport(compiled, plans, declined, config, timings))
+    compiled: CompiledGraph
+    if any(p.site.virtual for p in plans):
+        compiled = virtual.VirtualGraph(traced, plans, config, registry, example, mode)
+    else:
+        compiled = CompiledGraph(traced, plans, row_groups(plans), config, registry, example, mode)
+    record(GraphReport(compiled, compiled.plans, declined, config, timings))
     return compiled
 
 

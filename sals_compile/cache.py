@@ -9,6 +9,7 @@ of prefill and decode share it, two caches of one model never mix, and it goes w
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class StorageDict:
-    """A dictionary keyed by tensor storage that forgets entries whose storage was freed."""
+    """A dictionary keyed by tensor storage; an entry, and what it alone refers to, goes with its storage."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, Any]] = {}
@@ -61,9 +62,16 @@ class StorageDict:
         return entry[1]
 
     def set(self, tensor: Tensor, value: Any) -> None:
-        for key in [k for k, (ref, _) in self._entries.items() if ref.expired()]:
-            del self._entries[key]
-        self._entries[storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), value)
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        entries = self._entries
+        entries[key] = (reference, value)
+
+        def forget() -> None:
+            if key in entries and entries[key][0] is reference:
+                del entries[key]
+
+        weakref.finalize(storage, forget).atexit = False
 
     def values(self) -> list[Any]:
         """Entries whose storage lives."""
@@ -102,6 +110,31 @@ class Rows:
         for tensor in (self.cos, self.sin, self.block_cos, self.block_sin):
             tensor.zero_()
         self.ring_slots.fill_(-1)
+
+    def forget_from(self, slot: int) -> None:
+        """Slots from ``slot`` on are not known any more."""
+        if slot == 0:
+            return self.forget()
+        block = slot // BLOCK
+        for rows in (self.cos, self.sin):
+            rows[:, slot:] = 0
+        if self.cos.shape[-1] and block < self.block_cos.shape[1]:
+            shape = (self.cos.shape[0], -1, BLOCK, self.cos.shape[-1])
+            means = reference.block_means(*(r[:, block * BLOCK :].view(shape) for r in (self.cos, self.sin)))
+            self.block_cos[:, block:], self.block_sin[:, block:] = means
+        self.ring_slots.masked_fill_(self.ring_slots >= slot, -1)
+
+    def hold_last(self, count: int) -> None:
+        """The ring holds the last of ``count`` tokens."""
+        window = self.ring_slots.shape[1]
+        recent = torch.arange(max(0, count - window), count, device=self.ring_slots.device)
+        self.ring_slots.fill_(-1)
+        self.ring_slots[:, recent % window] = recent.to(torch.int32)
+
+    def spread(self, batch: int) -> None:
+        """From rows shared by the batch to rows of each."""
+        for name, tensor in vars(self).items():
+            setattr(self, name, tensor.expand(batch, *tensor.shape[1:]).contiguous())
 
     def written(self) -> Tensor:
         """Slots whose rows were recorded in every position batch: ``[S]`` bool."""
@@ -162,7 +195,7 @@ class QueryFactors:
     shift: Tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class SiteMemory:
     """What one site of one model has learnt: moments of its queries and keys, and the basis made from them."""
 
@@ -170,6 +203,7 @@ class SiteMemory:
     key_moment: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     basis: Basis | None = None
+    ready: bool = False
     #: by the rank, or the share of energy, that was asked for
     queries: dict[int | float, QueryFactors] = field(default_factory=dict)
 
@@ -204,25 +238,33 @@ class SiteMemory:
             setattr(self, kind, torch.zeros(shape, dtype=torch.float32, device=device))
         return getattr(self, kind)
 
+    def reserve(self, plan: SitePlan, config: SalsConfig, device: torch.device) -> dict[str, Tensor]:
+        """The tensors that the graph takes (``encoder``, ``decoder``, ``value_transform``): the same ones from now on,
+        filled by :meth:`install`.
+        """
+        if not self.tensors:
+            site = plan.site
+            kind = torch.float32 if device.type == "cpu" else site.dtype
+            width, dim = site.joint_width, site.head_dim
+            plain = plan.action == "exact" or config.value_transform == "none" or config.value_bits == 16
+            transform = torch.eye(dim) if plain else reference.hadamard(dim)
+            self.tensors = {
+                "encoder": torch.zeros((width, plan.rank), dtype=kind, device=device),
+                "decoder": torch.zeros((plan.rank, width), dtype=kind, device=device),
+                "value_transform": transform.to(device=device, dtype=kind).contiguous(),
+            }
+        return self.tensors
+
     def install(self, basis: Basis | None, plan: SitePlan, config: SalsConfig, device: torch.device) -> None:
-        """Make the tensors that the graph takes: ``encoder``, ``decoder``, ``value_transform``."""
-        site = plan.site
-        kind = torch.float32 if device.type == "cpu" else site.dtype
-        width = site.joint_width
-        if plan.action == "exact":
-            encoder = decoder = torch.eye(width)
+        """Fill the tensors that the graph takes from ``basis`` (None: full rank, for exact mode)."""
+        tensors = self.reserve(plan, config, device)
+        if basis is None:
+            encoder = decoder = torch.eye(plan.site.joint_width)
         else:
-            assert basis is not None
             encoder, decoder = basis.encoder, basis.decoder
-        plain = plan.action == "exact" or config.value_transform == "none" or config.value_bits == 16
-        dim = site.head_dim
-        transform = torch.eye(dim) if plain else reference.hadamard(dim)
-        self.basis = basis
-        self.tensors = {
-            "encoder": encoder.to(device=device, dtype=kind).contiguous(),
-            "decoder": decoder.to(device=device, dtype=kind).contiguous(),
-            "value_transform": transform.to(device=device, dtype=kind).contiguous(),
-        }
+        tensors["encoder"].copy_(encoder)
+        tensors["decoder"].copy_(decoder)
+        self.basis, self.ready = basis, True
 
 
 def make_basis(memory: SiteMemory, plan: SitePlan, config: SalsConfig, rows: Rows | None, projection: Any) -> Basis:

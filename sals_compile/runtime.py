@@ -172,7 +172,7 @@ class CompiledGraph:
         self.pending: tuple[AdoptedCache, list[Tensor], list[Tensor]] | None = None
         self.warned: set[str] = set()
         # Parameters and KV buffers never move, so CUDA graphs may bake their addresses in.
-        written = {c.buffer for p in plans for c in (p.site.key_cache, p.site.value_cache) if c is not None}
+        written = {c.owner for p in plans for c in (p.site.key_cache, p.site.value_cache) if c is not None}
         self.static = {
             i
             for i, n in enumerate(self.placeholders)
@@ -204,16 +204,25 @@ class CompiledGraph:
         for index in self.active:
             self._install_known_basis(index, example)
         if self._symbolic():
-            # Guards on symbols must reach Dynamo's own, so variants of dynamic graphs are compiled while it is still
-            # tracing.
-            if not self.cached:
-                self._variant("sparse", {}, None)
-            self._variant("dense", {}, None)
+            self._compile_ahead()
+
+    def _compile_ahead(self) -> None:
+        """Guards on symbols must reach Dynamo's own, so variants of dynamic graphs are compiled while it still
+        traces."""
+        if not self.cached:
+            self._variant("sparse", {}, None)
+        self._variant("dense", {}, None)
 
     # ---- what is known at compile time ------------------------------------------------------------------------------
 
     def _symbolic(self) -> bool:
-        return bool(self.sizes.sources)
+        """Whether a symbol reaches the computation. A slice of the prompt, one token wide, has a symbolic stride."""
+        used = [n.meta.get("val") for n in self.gm.graph.nodes if n.users]
+        return any(
+            isinstance(v, torch.SymInt)
+            or (isinstance(v, Tensor) and any(isinstance(size, torch.SymInt) for size in v.shape))
+            for v in used
+        )
 
     def _owner(self, plan: SitePlan, example: dict[Node, Any]) -> Tensor:
         """The parameter whose storage identifies the model: the key projection's, else the graph's first floating
@@ -221,7 +230,7 @@ class CompiledGraph:
         """
         site = plan.site
         candidates = [site.projection.weight] if site.projection is not None else []
-        written = {c.buffer for p in self.plans for c in (p.site.key_cache, p.site.value_cache) if c is not None}
+        written = {c.owner for p in self.plans for c in (p.site.key_cache, p.site.value_cache) if c is not None}
         candidates += [
             n for n in self.placeholders if n not in written and isinstance(example.get(n), torch.nn.Parameter)
         ]
@@ -237,7 +246,7 @@ class CompiledGraph:
         """Bases that need no observation: exact mode, a calibration, or the projection's weights."""
         plan, memory = self.plans[index], self.memories[index]
         device = plan.site.output.meta["val"].device
-        if memory.tensors:
+        if memory.ready:
             return
         if plan.action == "exact":
             memory.install(None, plan, self.config, device)
@@ -276,7 +285,7 @@ class CompiledGraph:
             return self._run("dense", args, None)
 
     def _call_stateless(self, args: list[Any]) -> Any:
-        ready = all(self.memories[i].tensors for i in self.stateless)
+        ready = all(self.memories[i].ready for i in self.stateless)
         if self.config.attention == "exact":
             return self._run("sparse", args, None)
         keys = max(self._keys(i, args) for i in self.stateless)
@@ -524,7 +533,7 @@ class CompiledGraph:
                 key = site.key_cache.layout.to_roles(keys[position])
                 value = site.value_cache.layout.to_roles(values[position])
                 slots = torch.arange(count, device=key.device)
-                if not memory.tensors:
+                if not memory.ready:
                     memory.key_moment = None
                     moment = memory.moment(site, "key_moment", key.device)
                     reference.observe_keys(moment, pre_rotary_keys(site, key[:, slots], rows, slots))
@@ -536,10 +545,7 @@ class CompiledGraph:
                     cache.latents[at] = latents
                 import_dense(plan, key, value, rows, latents, memory, slots)
             for rows in cache.rows:
-                window = rows.ring_slots.shape[1]
-                recent = torch.arange(max(0, count - window), count, device=rows.ring_slots.device)
-                rows.ring_slots.fill_(-1)
-                rows.ring_slots[:, recent % window] = recent.to(torch.int32)
+                rows.hold_last(count)
         cache.phase = "sparse"
         cache.inputs.clear()
         log.info("imported %d cached tokens of %d sites into latents", count, len(self.cached))
@@ -656,7 +662,7 @@ class CompiledGraph:
         self.variants[(name, tuple(r.cos.shape[0] for r in rows.values()))] = variant
         return variant
 
-    def _lower(self, rewritten: Rewritten, extra: Sequence[Tensor]) -> Variant:
+    def _lower(self, rewritten: Rewritten, extra: Sequence[Tensor], config: SalsConfig | None = None) -> Variant:
         inputs: list[Any] = [n.meta["val"] for n in self.placeholders]
         environment = getattr(self.fake_mode, "shape_env", None)
         known = len(environment.guards) if environment is not None else 0
@@ -666,7 +672,7 @@ class CompiledGraph:
             else:
                 inputs += list(extra)
             static = [*sorted(self.static), *range(len(self.placeholders), len(inputs))]
-            call = lower(rewritten.gm, inputs, self.config, self.mode, static)
+            call = lower(rewritten.gm, inputs, config or self.config, self.mode, static)
         guards = [g.expr for g in environment.guards[known:]] if environment is not None else []
         return Variant(rewritten, call, guards)
 

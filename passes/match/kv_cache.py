@@ -3,8 +3,9 @@ a site.
 
 Recognised (each a row of :data:`WRITES`): ``index_copy`` (``transformers.StaticCache``), ``buffer[:, :, positions] =
 new`` (``index_put``; gpt-fast), ``buffer[:, start:stop] = new`` (``slice_scatter``; Llama's original code) and
-``scatter``, each with the store back (``copy_``) that functionalisation leaves at the graph's end. Growing caches
-(``cat`` of an input and the new tokens) are told apart so that the decline can name the remedy.
+``scatter``, each with the store back (``copy_``) that functionalisation leaves at the graph's end; or into a *virtual*
+buffer (``kernels/virtual.py``), which nothing is stored back to. Growing caches (``cat`` of an input and the new
+tokens) are told apart so that the decline can name the remedy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from ...kernels.index_expr import Expr
+from ...kernels.virtual import VIRTUAL_BUFFER
 from ..graph import (
     Dims,
     Layout,
@@ -36,8 +38,8 @@ from .mask import _BINARY, IndexInterpreter
 from .rotary import calls, strip
 
 GROWING = (
-    "the KV cache grows by concatenation; use a static cache "
-    "(transformers: StaticCache or cache_implementation='static')"
+    "the KV cache grows by concatenation; use a static cache (transformers: StaticCache or "
+    "cache_implementation='static') or sals_compile.integrations.transformers.SalsCache"
 )
 ROLLING = (
     "the cache buffer is computed in the graph (a sliding cache that rolls, or a buffer written twice), so its tokens "
@@ -185,7 +187,10 @@ def match_cache(trace: ViewTrace, roles: Dims) -> CacheWrite | None:
     stores = tuple(
         u for u in update.users if calls(u, aten.copy_.default) and u.args[0] is buffer and u.args[1] is update
     )
-    if buffer.op != "placeholder":
+    if calls(buffer, VIRTUAL_BUFFER):
+        if any(u.op == "output" for u in update.users):
+            raise Mismatch("a virtual KV buffer leaves the graph", update)
+    elif buffer.op != "placeholder":
         if [a.dim for a in roles[1] if a.dim is not None] != [dim]:
             return None  # put together from parts of each token (MLA), not written token by token
         if not _born_here(buffer, update):
