@@ -1,8 +1,8 @@
 """The ``sals::*`` operators: schema, shapes under tracing, and which implementation runs where.
 
-An operator's meaning is the function of the same name in ``reference.py``. On CPU (and any device without a kernel of
-its own) that function *is* the implementation, and :func:`decompositions` hands it to Inductor so that it is compiled
-with the rest of the graph. On CUDA and HIP the Triton kernels are registered by ``kernels/dispatch.py``.
+An operator's meaning is the function of the same name in ``reference.py``, which is also its implementation wherever no
+other is registered. ``kernels/inductor.py`` compiles it for CPU; on CUDA and HIP the Triton kernels are registered by
+``kernels/dispatch.py``; :func:`decompositions` hands it to any other target (MLIR).
 """
 
 from __future__ import annotations
@@ -196,6 +196,11 @@ def meaning(name: str) -> Callable[..., Any]:
 for _name in SCHEMAS:
     _library.impl(_name, meaning(_name), "CompositeExplicitAutograd")
     register_fake(f"sals::{_name}", _FAKES[_name], lib=_library)
+
+
+def shapes(name: str) -> Callable[..., Any]:
+    """The function that gives operator ``sals::name``'s outputs under tracing: shapes and types, no values."""
+    return _FAKES[name]
 
 
 def operator(name: str) -> torch._ops.OpOverload:

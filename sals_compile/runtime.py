@@ -35,9 +35,10 @@ from .cache import (
 )
 from .config import SalsConfig
 from .kernels import reference
+from .kernels.inductor import compile_context
 from .passes.graph import ancestors
 from .passes.ir import AttentionSite, Projection, SitePlan
-from .passes.lower import compile_context, lower
+from .passes.lower import boxed, lower
 from .passes.rewrite import Rewritten, RowGroup, StateInput, rewrite_dense, rewrite_sparse
 
 log = logging.getLogger("sals_compile")
@@ -87,6 +88,14 @@ def _dim_of_input(position: int, dim: int, args: Sequence[Any]) -> int:
     return args[position].shape[dim]
 
 
+def _stride_of_input(position: int, dim: int, args: Sequence[Any]) -> int:
+    return args[position].stride(dim)
+
+
+def _offset_of_input(position: int, args: Sequence[Any]) -> int:
+    return args[position].storage_offset()
+
+
 class SizeReader:
     """Evaluates traced sizes (symbols of the shape environment) from the integers and shapes of a call's inputs."""
 
@@ -94,17 +103,17 @@ class SizeReader:
         self.sources: dict[Any, Callable[[Sequence[Any]], int]] = {}
         for position, node in enumerate(placeholders):
             value = node.meta.get("val")
-            if isinstance(value, torch.SymInt):
-                self._learn(value, partial(_integer_input, position))
-            elif isinstance(value, Tensor):
+            self._learn(value, partial(_integer_input, position))
+            if isinstance(value, Tensor):
                 for dim, size in enumerate(value.shape):
-                    if isinstance(size, torch.SymInt):
-                        self._learn(size, partial(_dim_of_input, position, dim))
+                    self._learn(size, partial(_dim_of_input, position, dim))
+                for dim, stride in enumerate(value.stride()):
+                    self._learn(stride, partial(_stride_of_input, position, dim))
+                self._learn(value.storage_offset(), partial(_offset_of_input, position))
 
-    def _learn(self, size: torch.SymInt, read: Callable[[Sequence[Any]], int]) -> None:
-        expression = size.node.expr
-        if expression.is_symbol:
-            self.sources.setdefault(expression, read)
+    def _learn(self, size: Any, read: Callable[[Sequence[Any]], int]) -> None:
+        if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+            self.sources.setdefault(size.node.expr, read)
 
     def substitute(self, expression: Any, args: Sequence[Any]) -> Any:
         """A sympy expression over the graph's symbols with the call's values put in."""
@@ -171,6 +180,7 @@ class CompiledGraph:
         self.outputs = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
         self.pending: tuple[AdoptedCache, list[Tensor], list[Tensor]] | None = None
         self.warned: set[str] = set()
+        self.unspecialised: dict[Variant, Variant] = {}
         # Parameters and KV buffers never move, so CUDA graphs may bake their addresses in.
         written = {c.owner for p in plans for c in (p.site.key_cache, p.site.value_cache) if c is not None}
         self.static = {
@@ -608,6 +618,8 @@ class CompiledGraph:
         variant = self._variant(name, {"cache": cache}, args)
         if any(not self._holds(g, args) for g in variant.guards):
             variant = self._variant("dense", {"cache": cache}, args)
+            if any(not self._holds(g, args) for g in variant.guards):
+                variant = self._unspecialised(variant)
             if cache is not None:
                 cache.phase = "dense"
         if cache is None:
@@ -618,6 +630,10 @@ class CompiledGraph:
                 cache.inputs[variant] = [self._state(e, cache, args) for e in variant.rewritten.inputs]
             extra = cache.inputs[variant]
         return variant.call([*args, *extra])
+
+    def _unspecialised(self, variant: Variant) -> Variant:
+        """The same graph run node by node, for a call that the compiled one assumed away."""
+        return self.unspecialised.setdefault(variant, Variant(variant.rewritten, boxed(variant.rewritten.gm), []))
 
     def _holds(self, guard: Any, args: Sequence[Any]) -> bool:
         value = self.sizes.substitute(guard, args)
