@@ -1,9 +1,13 @@
 """``sals bench decode``: end-to-end decode speed and memory, dense beside SALS, in one run.
 
-The model is a Llama of the named shape with random weights (speed does not depend on their values) and a static cache
-that is filled with random state to ``--context`` tokens; both systems decode greedily through ``model.forward`` with
-the same harness. *Dense* is ``torch.compile`` (Inductor) with CUDA graphs; *ideal dense* is all weight and KV bytes at
-the copy bandwidth measured in the same run.
+The model is a Llama of the named shape with random weights (speed does not depend on their values); both systems decode
+greedily through ``model.forward`` with the same harness. *Dense* is ``torch.compile`` (Inductor) over a ``StaticCache``
+with CUDA graphs; *sals* is ``backend="sals"`` over a ``SalsCache``, which has no dense keys and values. A cache is
+filled with random state to ``--at``'s context. *Ideal dense* is all weight and KV bytes at the copy bandwidth measured
+in the same run.
+
+``--memory-gib`` measures serving instead: per context the largest batch that each system fits into that much device
+memory, enforced by the allocator, and its tokens per second.
 """
 
 from __future__ import annotations
@@ -19,6 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..config import SalsConfig
+from ..report import compiled_reports
+
+#: Untimed steps: compilation, warm-up, CUDA graph recording.
+WARM_UP = 6
 
 #: hidden, intermediate, layers, heads, KV heads, vocabulary
 SHAPES = {
@@ -54,48 +64,38 @@ def build(shape: str, layers: int | None, context: int, device: str, dtype: torc
     return model.eval().requires_grad_(False)
 
 
-def new_cache(model: Any, batch: int, capacity: int) -> Any:
-    """An allocated static cache."""
+def dense_cache(model: Any, batch: int, capacity: int, context: int) -> Any:
+    """A static cache that holds ``context`` random tokens."""
     from transformers import StaticCache
 
     c = model.config
     cache = StaticCache(config=c, max_cache_len=capacity)
     dim = c.hidden_size // c.num_attention_heads
     cache.early_initialization(batch, c.num_key_value_heads, dim, model.dtype, model.device)
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+        layer.cumulative_length.fill_(context)
     return cache
 
 
-def set_length(cache: Any, tokens: int) -> None:
-    """Let the cache count ``tokens`` tokens."""
-    for layer in cache.layers:
-        layer.cumulative_length.fill_(tokens)
+def sals_cache(forward: Any, model: Any, batch: int, capacity: int, context: int, budget: int) -> Any:
+    """A ``SalsCache`` of ``context`` random tokens, after a prompt just longer than the budget made its bases."""
+    from ..integrations.transformers import SalsCache
 
-
-def fill_latents(forward: Any, model: Any, cache: Any, context: int, options: dict[str, Any]) -> Any:
-    """Go sparse on a short prompt, then fill the state with random tokens up to ``context``. Returns the adopted
-    cache.
-    """
-    from ..backend import registry_for
-    from ..config import SalsConfig
-
-    config = SalsConfig.from_options(options)
-    batch = cache.layers[0].keys.shape[0]
-    prompt = torch.randint(0, model.config.vocab_size, (batch, config.budget + 8), device=model.device)
+    cache = SalsCache(model.config, capacity, device=model.device)
+    prompt = torch.randint(0, model.config.vocab_size, (batch, budget + 8), device=model.device)
     forward(prompt, past_key_values=cache, logits_to_keep=1)
-    forward(prompt[:, :1], past_key_values=cache)
-    adopted = registry_for(config).caches.get(cache.layers[0].keys)
-    if adopted is None or adopted.phase != "sparse":
-        raise RuntimeError("the model did not go sparse: " + (adopted.refused if adopted else "no cache was adopted"))
+    state = cache.state
+    if state.phase != "latent":
+        raise RuntimeError("the model did not go sparse: " + str(compiled_reports()[-1]))
     positions = torch.arange(context, device=model.device)[None]
     cos, sin = model.model.rotary_emb(torch.empty(1, dtype=model.dtype, device=model.device), positions)
-    for rows in adopted.rows:
-        window = rows.ring_slots.shape[1]
-        torch.ops.sals.record_rows(
-            rows.cos, rows.sin, rows.block_cos, rows.block_sin, rows.ring_slots, cos, sin, positions
-        )
-        recent = torch.arange(context - window, context, device=model.device)
-        rows.ring_slots[:, recent % window] = recent.to(torch.int32)
-    for latents in adopted.latents.values():
+    for rows in state.rows:
+        tensors = (rows.cos, rows.sin, rows.block_cos, rows.block_sin, rows.ring_slots)
+        torch.ops.sals.record_rows(*tensors, cos, sin, positions)
+        rows.hold_last(context)
+    for latents in state.latents.values():
         if latents.codes.dtype == torch.int8:
             latents.codes.random_(-127, 128)
             latents.scales.fill_(0.02)
@@ -104,25 +104,26 @@ def fill_latents(forward: Any, model: Any, cache: Any, context: int, options: di
             latents.value_scales.uniform_(-0.1, 0.1)
         latents.ring_key.normal_()
         latents.ring_value.normal_()
-    set_length(cache, context)
-    adopted.tokens = context
-    return adopted
+    for buffers in state.kept.values():
+        for tensor in buffers.values():
+            tensor.normal_()
+    state.set_length(context)
+    return cache
 
 
-def time_steps(forward: Any, model: Any, cache: Any, steps: int) -> list[float]:
+def time_steps(forward: Any, model: Any, cache: Any, batch: int, steps: int) -> list[float]:
     """Seconds of each greedy decode step after warm-up."""
-    batch = cache.layers[0].keys.shape[0]
     token = torch.randint(0, model.config.vocab_size, (batch, 1), device=model.device)
     gpu = model.device.type == "cuda"
     seconds = []
-    for step in range(steps + 6):
+    for step in range(steps + WARM_UP):
         if gpu:
             torch.cuda.synchronize()
         start = time.perf_counter()
         token = forward(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
         if gpu:
             torch.cuda.synchronize()
-        if step >= 6:  # compilation, warm-up, CUDA graph recording
+        if step >= WARM_UP:
             seconds.append(time.perf_counter() - start)
     return seconds
 
@@ -161,7 +162,6 @@ def run(
 
     Returns a dictionary ready for JSON. A system that runs out of memory has ``error`` instead of figures.
     """
-    gpu = device.startswith("cuda")
     model = build(shape, layers, context, device, dtype)
     weights = sum(p.nbytes for p in model.parameters())
     c = model.config
@@ -182,42 +182,87 @@ def run(
         ideal = (weights + per_token * batch * context) / bandwidth
         result |= {"copy_bandwidth": bandwidth, "ideal_dense_tokens_per_s": batch / ideal}
     for name in systems:
-        torch._dynamo.reset()
-        gc.collect()
-        if gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            entry = _measure(name, model, batch, context, steps, options or {}, gpu)
-        except torch.OutOfMemoryError as failure:
-            entry = {"error": f"out of memory: {str(failure).splitlines()[0]}"}
-        result["systems"][name] = entry
+        result["systems"][name] = measure(name, model, batch, context, steps, options or {})
     return result
+
+
+def measure(name: str, model: Any, batch: int, context: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Speed and memory of one system at one point, its cache freed on return; ``{"error": ...}`` when out of memory."""
+    gpu = model.device.type == "cuda"
+    torch._dynamo.reset()
+    compiled_reports().clear()
+    gc.collect()
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        return _measure(name, model, batch, context, steps, options, gpu)
+    except torch.OutOfMemoryError as failure:
+        return {"error": f"out of memory: {str(failure).splitlines()[0]}"}
 
 
 def _measure(
     name: str, model: Any, batch: int, context: int, steps: int, options: dict[str, Any], gpu: bool
 ) -> dict[str, Any]:
-    """Speed and memory of one system at one point; its cache is freed on return."""
-    cache = new_cache(model, batch, -(-(context + steps + 16) // 128) * 128)
+    capacity = -(-(context + steps + WARM_UP + 1) // 128) * 128
     if name == "dense":
         forward = torch.compile(model.forward, mode="reduce-overhead" if gpu else None)
-        for layer in cache.layers:
-            layer.keys.normal_()
-            layer.values.normal_()
-        set_length(cache, context)
+        cache = dense_cache(model, batch, capacity, context)
         state_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     else:
         chosen = options | ({"cudagraphs": True} if gpu else {})
         forward = torch.compile(model.forward, backend="sals", options=chosen)
-        state_bytes = fill_latents(forward, model, cache, context, chosen).nbytes()
-    seconds = time_steps(forward, model, cache, steps)
+        cache = sals_cache(forward, model, batch, capacity, context, SalsConfig.from_options(chosen).budget)
+        state_bytes = cache.nbytes()
+    seconds = time_steps(forward, model, cache, batch, steps)
     return {
         "tokens_per_s": batch / statistics.median(seconds),
         "ms_per_step": 1e3 * statistics.median(seconds),
         "kv_bytes": state_bytes,
         "peak_bytes": torch.cuda.max_memory_allocated() if gpu else None,
     }
+
+
+@torch.no_grad()
+def serve(
+    shape: str,
+    contexts: Sequence[int],
+    memory_gib: float,
+    *,
+    layers: int | None = None,
+    steps: int = 16,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    systems: Sequence[str] = ("dense", "sals"),
+    options: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Tokens/s of each system at the largest batch that fits ``memory_gib`` of device memory, per context.
+
+    On a GPU the allocator refuses more than that (weights, caches, activations and CUDA graphs together), and the batch
+    shrinks until the run succeeds; elsewhere the batch is computed from weights and KV bytes alone.
+    """
+    gpu = device.startswith("cuda")
+    limit = int(memory_gib * 2**30)
+    model = build(shape, layers, max(contexts), device, dtype)
+    weights = sum(p.nbytes for p in model.parameters())
+    if gpu:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.get_device_properties(0).total_memory))
+    rows = []
+    for context in contexts:
+        row: dict[str, Any] = {"shape": shape, "context": context, "memory_gib": memory_gib, "systems": {}}
+        for name in systems:
+            single = measure(name, model, 1, context, 1, options or {})
+            batch = 0 if "error" in single else max(1, int((limit - weights) // single["kv_bytes"]))
+            entry = single
+            while batch >= 1:
+                entry = measure(name, model, batch, context, steps, options or {})
+                if "error" not in entry:
+                    break
+                batch = min(batch - 1, int(0.94 * batch))
+            row["systems"][name] = entry | {"batch": batch}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
 
 
 def describe_machine(device: str) -> dict[str, str]:
@@ -238,6 +283,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sals bench decode", description=__doc__)
     parser.add_argument("--shape", default="llama-3-8b", choices=SHAPES)
     parser.add_argument("--at", default="8x4096,8x32768", help="comma-separated BATCHxCONTEXT")
+    parser.add_argument("--memory-gib", help="comma-separated: serve at these memory limits, over --contexts")
+    parser.add_argument("--contexts", default="1024,4096,8192,32768")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -246,26 +293,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     options = {k: json.loads(v) for k, v in (o.split("=", 1) for o in args.option)}
+    shared: dict[str, Any] = {
+        "layers": args.layers,
+        "steps": args.steps,
+        "device": args.device,
+        "options": options,
+        "systems": args.systems.split(","),
+    }
     rows = []
-    for point in args.at.split(","):
+    if args.memory_gib:
+        contexts = [int(c) for c in args.contexts.split(",")]
+        for limit in args.memory_gib.split(","):
+            rows += serve(args.shape, contexts, float(limit), **shared)
+    for point in [] if args.memory_gib else args.at.split(","):
         batch, context = map(int, point.split("x"))
-        row = run(
-            args.shape,
-            batch,
-            context,
-            layers=args.layers,
-            steps=args.steps,
-            device=args.device,
-            options=options,
-            systems=args.systems.split(","),
-        )
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+        rows.append(run(args.shape, batch, context, **shared))
+        print(json.dumps(rows[-1]), flush=True)
     report = {"machine": describe_machine(args.device), "options": options, "rows": rows}
     if args.json:
         args.json.write_text(json.dumps(report, indent=2))
     for row in rows:
         for name, entry in row["systems"].items():
             figures = entry.get("error") or f"{entry['tokens_per_s']:9.1f} tok/s  {entry['ms_per_step']:8.2f} ms/step"
-            print(f"{row['shape']} x{row['layers']} layers  {row['batch']}x{row['context']}  {name:6} {figures}")
+            if "kv_bytes" in entry:
+                figures += f"  KV {entry['kv_bytes'] / 2**30:.3f} GiB"
+            at = f"{entry.get('batch', row.get('batch'))}x{row['context']}"
+            limit = f"  {row['memory_gib']:g} GiB" if "memory_gib" in row else ""
+            print(f"{row['shape']}{limit}  {at}  {name:6} {figures}")
     return 0
