@@ -297,6 +297,8 @@ class AdoptedCache:
     def __init__(self, buffers: Sequence[Tensor], rows: Sequence[Rows], rows_of: dict[int, Rows]) -> None:
         self.phase = "dense"
         self.tokens = 0
+        #: calls since somebody else last wrote to the buffers
+        self.calls = 0
         self.rows = list(rows)
         self.rows_of = rows_of
         self.latents: dict[int, Latents] = {}
@@ -329,7 +331,7 @@ class AdoptedCache:
 
     def forget(self) -> None:
         """The buffers' contents are no longer what we wrote."""
-        self.phase, self.tokens, self.refused = "dense", 0, ""
+        self.phase, self.tokens, self.calls, self.refused = "dense", 0, 0, ""
         for rows in self.rows:
             rows.forget()
 

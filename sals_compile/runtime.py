@@ -34,12 +34,13 @@ from .cache import (
     storage_key,
 )
 from .config import SalsConfig
-from .kernels import reference
+from .kernels import ops, reference
 from .kernels.inductor import compile_context
 from .passes.graph import ancestors
 from .passes.ir import AttentionSite, Projection, SitePlan
 from .passes.lower import boxed, lower
 from .passes.rewrite import Rewritten, RowGroup, StateInput, rewrite_dense, rewrite_sparse
+from .passes.verify import rotary_rows
 
 log = logging.getLogger("sals_compile")
 
@@ -338,6 +339,7 @@ class CompiledGraph:
         cache = None if born else self._find(keys)
         if cache is None:
             cache = self._adopt(keys, args, born)
+            cache.tokens = 0 if born else int(self._read_slots(args).min())
         self._check_counters(cache, args)
         if not born:
             self._check_room(cache, fresh, args)
@@ -348,6 +350,7 @@ class CompiledGraph:
             cache.phase = "dense"
         outputs = self._run("sparse" if sparse else "dense", args, cache)
         cache.tokens += fresh
+        cache.calls += 1
         if born:
             keys = [outputs[p] for p in self._born_outputs("key_cache")]
             values = [outputs[p] for p in self._born_outputs("value_cache")]
@@ -363,6 +366,7 @@ class CompiledGraph:
             cache = None if born else self._find(keys)
             if cache is not None and cache.touched([*keys, *values]):
                 cache.forget()
+                cache.tokens = int(self._read_slots(args).min())
             counters = [args[p] for p in self.counters]
             self.recount = cache is None or cache.recounted(counters)
 
@@ -507,16 +511,60 @@ class CompiledGraph:
         cache.tokens = start
         if start <= threshold:
             return
-        for index in self.cached:
-            rows = self._rows_of(cache, index, keys)
-            if self.plans[index].site.key_rotary is not None and not bool(rows.written()[:start].all()):
-                missing = int((~rows.written()[:start]).sum())
+        for group in self.groups:
+            rows = self._rows_of(cache, group.sites[0], keys)
+            if self.plans[group.sites[0]].site.key_rotary is None or bool(rows.written()[:start].all()):
+                continue
+            if cache.calls == 0:
+                return  # buffers that are replaced or rewritten before every call (beam search) are not worth importing
+            missing = int((~rows.written()[:start]).sum())
+            if not self._recall_rows(group, rows, start, args):
                 cache.refused = (
                     f"{missing} of {start} cached tokens were not written by this compiled model; attention over them "
                     f"stays dense. Prefill through the compiled model, or reset the cache."
                 )
                 return
+            log.info("%d of %d cached tokens were written by somebody else", missing, start)
         self._import(cache, keys, values, start)
+
+    def _recall_rows(self, group: RowGroup, rows: Rows, start: int, args: Sequence[Any]) -> bool:
+        """Rotary rows of tokens that somebody else wrote: this graph's own, asked for earlier positions.
+
+        Whatever rows are recorded for a token, its stored key is un-rotated and rotated again by the same ones, so the
+        import loses nothing by them; those of its true position make it compress best. False where this graph cannot
+        tell: its rows do not follow from integer inputs that also give the slots.
+        """
+        site = self.plans[group.sites[0]].site
+        assert site.key_rotary is not None and site.key_cache is not None
+        wanted = [site.key_rotary.cos.node, site.key_rotary.sin.node, site.key_cache.slots]
+        counts = [
+            {
+                self.position[n]
+                for n in ancestors([node], [])
+                if n.op == "placeholder" and isinstance(n.meta["val"], Tensor) and not n.meta["val"].is_floating_point()
+            }
+            for node in wanted
+        ]
+        if not all(counts):
+            return False  # rows that enter the graph as they are
+        moving = set().union(*counts)
+        known = self._evaluate(site.key_cache.slots, args)
+        length = known.shape[-1]
+        for back in range(length, start + length, length):
+            shifted = [a - back if i in moving else a for i, a in enumerate(args)]
+            try:
+                cos, sin, slots = (self._evaluate(n, shifted) for n in wanted)
+            except (IndexError, RuntimeError):
+                return False  # a table of rows has none for a negative position (left padding)
+            if not torch.equal(slots, known - back):
+                return False
+            values = dict(zip(wanted, (cos, sin, slots), strict=True))
+            new_cos, new_sin = rotary_rows(site, values.__getitem__)
+            slots = slots if slots.dim() == 2 else slots[None]
+            inside = slots[0] >= 0
+            new = (new_cos[:, inside], new_sin[:, inside], slots[:, inside])
+            ops.operator("record_rows")(rows.cos, rows.sin, rows.block_cos, rows.block_sin, rows.ring_slots, *new)
+        return bool(rows.written()[:start].all())
 
     def _warn(self, message: str) -> None:
         if message not in self.warned:

@@ -130,15 +130,21 @@ def test_a_chat_continues_and_streams(model, through):
     assert results[0][1] == results[1][1]
 
 
-def test_compile_config_with_a_chunked_prefill(model, prompt):
+@pytest.mark.parametrize("cache", ["sals", "static"])
+def test_compile_config(model, prompt, cache, caplog):
+    """Its prefill is not compiled: a static cache is imported, a SalsCache needs a chunked prefill, which is."""
     expected = generated(model, prompt, do_sample=False)
     torch._dynamo.reset()
-    config = CompileConfig(
-        backend="sals", mode=None, fullgraph=False, options={"lowering": "eager", "attention": "exact"}
-    )
+    options = {"lowering": "eager", "attention": "exact"}
+    config = CompileConfig(backend="sals", mode=None, fullgraph=False, options=options)
     config._compile_all_devices = True  # transformers compiles by itself on accelerators alone
-    given = {"past_key_values": SalsCache(model.config, CAPACITY), "compile_config": config}
-    assert torch.equal(generated(model, prompt, do_sample=False, prefill_chunk_size=16, **given), expected)
+    given = {"cache_implementation": "static"}
+    if cache == "sals":
+        given = {"past_key_values": SalsCache(model.config, CAPACITY), "prefill_chunk_size": 16}
+    with caplog.at_level("INFO", logger="sals_compile"):
+        actual = generated(model, prompt, do_sample=False, compile_config=config, **given)
+    assert torch.equal(actual, expected)
+    assert cache == "sals" or "imported 31 cached tokens" in caplog.text
 
 
 def test_an_uncompiled_pass_over_a_salscache_raises(model, prompt):

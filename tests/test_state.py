@@ -68,22 +68,61 @@ def test_reset_is_honoured(model):
     assert_close(rollout(run, other, [20, *range(21, 31)], cache), expected, torch.float32)
 
 
-def test_uncompiled_prefill_is_detected_and_stays_dense(model, caplog):
-    tokens = torch.randint(0, 64, (1, 50))
-    reference, cache = static_cache(model, 60), static_cache(model, 60)
-    expected = rollout(model.forward, tokens, [40, *range(41, 51)], reference)
-    run = compiled(model.forward, **SMALL)
-    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="sals_compile"):
-        model.forward(tokens[:, :40], past_key_values=cache)
-        actual = torch.cat([run(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(40, 50)], 1)
-    assert_close(actual, expected[:, 40:], torch.float32)
-    # 40 foreign tokens exceed the host's own count only after 24 of ours, so force the question with a longer run.
-    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="sals_compile"):
-        longer, own = torch.randint(0, 64, (1, 60)), static_cache(model, 80)
-        expected = rollout(model.forward, longer, [20, *range(21, 61)], static_cache(model, 80))
-        model.forward(longer[:, :20], past_key_values=own)
-        actual = torch.cat([run(longer[:, i : i + 1], past_key_values=own).logits for i in range(20, 60)], 1)
-    assert_close(actual, expected[:, 20:], torch.float32)
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_uncompiled_prefill_is_imported(model, caplog, padded):
+    """``generate(compile_config=...)`` compiles the decode steps alone: the second of them imports the prompt."""
+    tokens = torch.randint(0, 64, (2, 50))
+    positions = torch.arange(50).expand(2, -1)
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    if padded:  # the first row begins with padding
+        positions = torch.stack((torch.arange(50) - 7, torch.arange(50))).clamp_min(0)
+        mask[0, :7] = False
+
+    def step(forward, cache, start, end):
+        seen = (torch.arange(60)[None, :] <= torch.arange(start, end)[:, None])[None, None] & mask[:, None, None, :]
+        return forward(
+            tokens[:, start:end],
+            past_key_values=cache,
+            position_ids=positions[:, start:end],
+            attention_mask=seen,
+        ).logits
+
+    results = {}
+    for name, options in (("dense", None), ("exact", {"attention": "exact"}), ("sals", SMALL)):
+        run = model.forward if options is None else compiled(model.forward, **options)
+        cache = static_cache(model, 60, 2)
+        with torch.no_grad(), caplog.at_level(logging.INFO, logger="sals_compile"):
+            step(model.forward, cache, 0, 40)
+            results[name] = torch.cat([step(run, cache, i, i + 1) for i in range(40, 50)], 1)
+    assert_close(results["exact"], results["dense"], torch.float32)
+    error = (results["sals"] - results["dense"]).norm() / results["dense"].norm()
+    assert 1e-4 < error < 0.5  # sparse, and no nonsense
+    assert caplog.text.count("40 of 41 cached tokens were written by somebody else") == 2
+    assert caplog.text.count("imported 41 cached tokens") == 2
+
+
+def test_positions_that_cannot_be_recalled_stay_dense(model, caplog):
+    """Rotary rows that come into the graph as they are say nothing of other tokens' positions."""
+    layer = model.model.layers[0].self_attn
+
+    def forward(hidden, cos, sin, mask, cache):
+        return layer(hidden, (cos, sin), mask, cache)[0]
+
+    hidden = torch.randn(1, 50, 64)
+    cos, sin = model.model.rotary_emb(hidden, torch.arange(50)[None])
+    results = []
+    for run in (forward, compiled(forward, **SMALL)):
+        cache = static_cache(model, 60)
+
+        def step(function, start, end, cache=cache):
+            rows = torch.arange(60)[None, :] <= torch.arange(start, end)[:, None]
+            piece = slice(start, end)
+            return function(hidden[:, piece], cos[:, piece], sin[:, piece], rows[None, None], cache)
+
+        with torch.no_grad(), caplog.at_level(logging.WARNING, logger="sals_compile"):
+            step(forward, 0, 40)
+            results.append(torch.cat([step(run, i, i + 1) for i in range(40, 50)], 1))
+    assert_close(results[1], results[0], torch.float32)
     assert "were not written by this compiled model" in caplog.text
 
 
