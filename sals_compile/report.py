@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from .cache import Latents, Rows, bytes_per_token, kv_bytes_per_token
 from .config import SalsConfig
 from .kernels import codegen, ops
+from .kernels.virtual import blank_buffers
 from .passes.ir import AttentionSite, Declined, SitePlan
 from .passes.rewrite import Rewritten
 from .passes.verify import boundary_of, cone_of
@@ -333,7 +334,11 @@ def explain(fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Non
             _reports.extend(kept)
         return gm.forward  # dense: running the compiled graph would teach the model's sites from these arguments
 
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
+    with (
+        blank_buffers(),
+        torch.no_grad(),
+        torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16),
+    ):
         copies, keyed = copy.deepcopy((args, kwargs))
         torch.compile(fn, backend=backend)(*copies, **keyed)
     return found
@@ -365,6 +370,10 @@ def propagate_values(compiled: CompiledGraph, rewritten: Rewritten) -> None:
         device = site.output.meta["val"].device
         if kind == "basis":
             return compiled._blank_basis(entry)
+        if kind == "kept":
+            write = site.key_cache if entry.field == "key" else site.value_cache
+            assert write is not None
+            return write.buffer.meta["val"]
         if kind == "query_moment":
             return torch.zeros((site.kv_heads, site.head_dim, site.head_dim), device=device)
         if kind == "key_moment":

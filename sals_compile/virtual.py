@@ -19,6 +19,7 @@ Layers that the plan leaves dense (``skip_layers``) keep dense buffers here, too
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import weakref
@@ -72,6 +73,19 @@ class VirtualCache:
         self.inputs: dict[Any, list[Tensor]] = {}
         #: per graph, which weights they were made of
         self.stamps: dict[Any, list[tuple[int, int]]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualCache:
+        """A cache of its own with the same tokens, for the same model."""
+        twin = VirtualCache(copy.deepcopy(self.handles, memo), copy.deepcopy(self.counters, memo), self.capacity)
+        memo[id(self)] = twin
+        twin.phase, twin.batch, twin.tokens = self.phase, self.batch, self.tokens
+        at = {storage_key(old): storage_key(new) for old, new in zip(self.handles, twin.handles, strict=True)}
+        twin.owner = None if self.owner is None else {at[k]: memory for k, memory in self.owner.items()}
+        twin.rows = copy.deepcopy(self.rows, memo)
+        for name in ("rows_of", "latents", "short", "kept"):
+            setattr(twin, name, {at[k]: copy.deepcopy(v, memo) for k, v in getattr(self, name).items()})
+        twin.record_versions()
+        return twin
 
     def tensors(self) -> list[Tensor]:
         """All state, each tensor once."""

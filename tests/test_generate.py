@@ -200,6 +200,26 @@ def test_no_recompilation_over_a_generation(model, through):
         assert not counters["graph_break"]
 
 
+def test_explain_shows_the_decode_step_of_a_salscache(model):
+    cache = SalsCache(model.config, CAPACITY)
+    token = torch.randint(0, 64, (1, 1))
+    found = sals_compile.explain(model.forward, token, past_key_values=cache, options={**SMALL, "skip_layers": 0})
+    assert [s.status for s in found.sites] == ["dense", "sals"]
+    targets = [str(n.target) for n in found.graph_after.graph.nodes]
+    assert targets.count("sals.attend.default") == 1
+    assert not any("virtual_buffer" in t for t in targets)
+    assert cache.state.tokens == int(cache.get_seq_length()) == 0
+
+
+def test_low_rank_queries_work_with_it(model):
+    tokens, cuts = torch.randint(0, 64, (2, 60)), [50, *range(51, 61)]
+    results = []
+    for cache in (static_cache(model, CAPACITY, 2), SalsCache(model.config, CAPACITY)):
+        sals_compile.backend._registries.clear()
+        results.append(rollout(compiled(model.forward, **SMALL, query_rank=0.75), tokens, cuts, cache))
+    assert_close(results[1], results[0], torch.float32)
+
+
 def test_a_declined_site_raises_with_the_remedy(model):
     def forward(tokens, past_key_values):
         out = model(tokens, past_key_values=past_key_values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import hypothesis.stateful as stateful
 import pytest
 import torch
@@ -107,6 +109,10 @@ class CacheHistories(stateful.RuleBasedStateMachine):
     @stateful.rule(which=which)
     def begin_another_cache(self, which: int) -> None:
         self.histories[which] = _History(self.histories[which].tokens.shape[0])
+
+    @stateful.rule(which=which)
+    def fork(self, which: int) -> None:
+        self.histories[1 - which] = copy.deepcopy(self.histories[which])
 
     @stateful.invariant()
     def counts_agree(self) -> None:
