@@ -400,11 +400,13 @@ def rewrite_virtual(
             with _point(writer, site):
                 _replace_output(writer, site, _short(writer, index, site, first, index in fits))
             continue
-        if variant == "fresh" and _reads_own_keys(site):
-            with _point(writer, site):
-                _replace_output(writer, site, _own_keys(writer, site))
-        else:
-            _rebuild_past(writer, index, site, group, short_slots(plans, site.key_cache.capacity), variant)
+        short = short_slots(plans, site.key_cache.capacity)
+        with _point(writer, site):
+            if _is_plain(site):
+                past = None if variant == "fresh" else _past(writer, index, site, group, short, variant)
+                _replace_output(writer, site, _plain_attention(writer, site, past))
+        if not _is_plain(site):
+            _fill_buffers(writer, index, site, group, short, variant)
         if first:
             with _point(writer, site):
                 _store(writer, index, site, group, variant, fits.get(index))
@@ -452,9 +454,9 @@ def _short(writer: _Writer, index: int, site: AttentionSite, first: bool, observ
     return writer.call("dense_attention", query, *updated, *modifier, site.scale, _sinks(site, get))
 
 
-def _reads_own_keys(site: AttentionSite) -> bool:
-    """Whether attention over an empty cache can be asked of PyTorch's operator for this call's keys alone: a mask over
-    all slots is then cut to the first ``L``. Slots never written are not attended by any mask a cache is used with.
+def _is_plain(site: AttentionSite) -> bool:
+    """Whether the site is PyTorch's own operator with a mask over all slots (or none), which can then be asked anew: of
+    fewer keys, and without copies of KV heads.
     """
     if site.anchor.target is not SDPA or site.anchor is not site.output:
         return False
@@ -469,40 +471,51 @@ def _attention_mask(anchor: Node) -> Node | None:
     return anchor.args[3] if len(anchor.args) > 3 else anchor.kwargs.get("attn_mask")  # type: ignore[return-value]
 
 
-def _own_keys(writer: _Writer, site: AttentionSite) -> Any:
-    """PyTorch's attention of an empty cache's first tokens among themselves: ``[B,L,H,Dv]``."""
+def _plain_attention(writer: _Writer, site: AttentionSite, past: Sequence[Any] | None) -> Any:
+    """PyTorch's attention ``[B,L,H,Dv]`` over ``past`` keys and values ``[B,S,N,D]`` with this call's written to them.
+
+    ``past`` None: the cache is empty, and its first tokens attend among themselves. The mask is then cut to them: slots
+    never written are not attended by any mask that a cache is used with.
+    """
     get = writer.get
-    tokens = (site.query.read(get), *_tokens(writer, site))
-    query, key, value = (torch.ops.aten.permute.default(t, [0, 2, 1, 3]) for t in tokens)
+    assert site.key_cache is not None
+    tokens = _tokens(writer, site)
     mask: Any = _attention_mask(site.anchor)
     if mask is not None:
-        whole = mask.meta["val"].shape[-1] == 1
-        length = torch.ops.aten.sym_size.int(key, 2)
+        whole = past is not None or mask.meta["val"].shape[-1] == 1
+        length = None if whole else torch.ops.aten.sym_size.int(tokens[0], 1)
         mask = get(mask) if whole else torch.ops.aten.slice.Tensor(get(mask), -1, 0, length)
+    if past is not None:
+        slots = get(site.key_cache.slots)
+        tokens = [torch.ops.aten.index_copy.default(p, 1, slots, t) for p, t in zip(past, tokens, strict=True)]
+    query, key, value = (torch.ops.aten.permute.default(t, [0, 2, 1, 3]) for t in (site.query.read(get), *tokens))
     causal = site.anchor.args[5] if len(site.anchor.args) > 5 else site.anchor.kwargs.get("is_causal", False)
     shared = site.heads != site.kv_heads
     out = SDPA(query, key, value, mask, 0.0, causal, scale=site.scale, enable_gqa=shared)
     return torch.ops.aten.permute.default(out, [0, 2, 1, 3])
 
 
-def _rebuild_past(writer: _Writer, index: int, site: AttentionSite, group: RowGroup, short: int, variant: str) -> None:
+def _past(writer: _Writer, index: int, site: AttentionSite, group: RowGroup, short: int, variant: str) -> list[Any]:
+    """Dense keys and values ``[B,S,N,D]`` of the tokens before this call."""
+    assert site.key_cache is not None
+    capacity = site.key_cache.capacity
+    if variant == "grow":
+        missing = [0, 0, 0, 0, 0, capacity - short]
+        buffers = [writer.input("short", index, f) for f in ("key", "value")]
+        return [torch.ops.aten.constant_pad_nd.default(buffer, missing) for buffer in buffers]
+    latents = [writer.input("latent", index, f) for f in LATENT_FIELDS]
+    cos, sin, _, _, ring_slots = (writer.input("rows", group.index, f) for f in ROW_FIELDS)
+    _, decoder, transform = (writer.input("basis", index, f) for f in BASIS_FIELDS)
+    pair = writer.call("materialize", *latents, ring_slots, cos, sin, decoder, transform, capacity, site.rotary_form)
+    return [pair[0], pair[1]]
+
+
+def _fill_buffers(writer: _Writer, index: int, site: AttentionSite, group: RowGroup, short: int, variant: str) -> None:
     """Dense keys and values before this call, in the place of the buffers that the traced attention reads."""
     caches = [c for c in (site.key_cache, site.value_cache) if c is not None]
     updates = [writer.copies[c.update] for c in caches]
-    capacity = caches[0].capacity
     with writer.graph.inserting_before(min(updates)):
-        past: Any = None
-        if variant == "rebuild":
-            latents = [writer.input("latent", index, f) for f in LATENT_FIELDS]
-            cos, sin, _, _, ring_slots = (writer.input("rows", group.index, f) for f in ROW_FIELDS)
-            _, decoder, transform = (writer.input("basis", index, f) for f in BASIS_FIELDS)
-            past = writer.call(
-                "materialize", *latents, ring_slots, cos, sin, decoder, transform, capacity, site.rotary_form
-            )
-        elif variant == "grow":
-            missing = [0, 0, 0, 0, 0, capacity - short]
-            buffers = [writer.input("short", index, f) for f in ("key", "value")]
-            past = [torch.ops.aten.constant_pad_nd.default(buffer, missing) for buffer in buffers]
+        past = None if variant == "fresh" else _past(writer, index, site, group, short, variant)
         for position, (cache, update) in enumerate(zip(caches, updates, strict=True)):
             like = cache.buffer.meta["val"]
             if past is None:

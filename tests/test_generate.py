@@ -167,6 +167,15 @@ def test_short_contexts_and_prefills_past_the_budget_are_exact(model):
         assert cache.state.phase == ("short" if cuts[-1] <= 24 else "latent")
 
 
+@pytest.mark.parametrize("impl", ["eager", pytest.param("flex_attention", marks=pytest.mark.slow)])
+def test_other_spellings_of_attention(impl):
+    model = llama(impl=impl)
+    tokens, cuts = torch.randint(0, 64, (1, 60)), [30, 31, 50, 51]
+    expected = rollout(model.forward, tokens, cuts, static_cache(model, CAPACITY))
+    actual = rollout(compiled(model.forward, attention="exact"), tokens, cuts, SalsCache(model.config, CAPACITY))
+    assert_close(actual, expected, torch.float32)
+
+
 def test_sparse_decoding_is_that_of_a_static_cache(model):
     """After one prefill both caches hold the same latents, so their decode steps agree; a basis is made once."""
     tokens, cuts = torch.randint(0, 64, (2, 60)), [50, *range(51, 61)]
