@@ -23,6 +23,7 @@ from .config import SalsConfig
 from .kernels import codegen, ops
 from .kernels.virtual import blank_buffers
 from .passes.ir import AttentionSite, Declined, SitePlan
+from .passes.match.kv_cache import GROWING
 from .passes.rewrite import Rewritten
 from .passes.verify import boundary_of, cone_of
 
@@ -283,11 +284,20 @@ class Explanation:
         return format_sites(self.sites)
 
 
+_growing_noticed = False
+
+
 def record(report: GraphReport) -> None:
     """Keep a report for :func:`compiled_reports`, and log it: one line at INFO, the reasons at DEBUG (logger
-    ``sals_compile``).
+    ``sals_compile``); and a warning, once, where nothing can be gained because the cache grows (``generate()``'s
+    default).
     """
+    global _growing_noticed
     _reports.append(report)
+    growing = sum(s.reason.startswith(GROWING) for s in report.sites)
+    if growing and not _growing_noticed:
+        _growing_noticed = True
+        log.warning("%d attention sites stay dense: %s", growing, GROWING)
     if not log.isEnabledFor(logging.INFO):
         return
     declined = sum(s.status == "declined" for s in report.sites)

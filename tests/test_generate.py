@@ -80,12 +80,15 @@ def test_exact_mode_generates_what_the_dense_model_does(model, prompt, through, 
     assert sites and all(s.status == "exact" for s in sites)
 
 
-def test_the_default_growing_cache_stays_dense_and_says_so(model, prompt, through):
+def test_the_default_growing_cache_stays_dense_and_says_so_once(model, prompt, through, caplog, monkeypatch):
+    monkeypatch.setattr(sals_compile.report, "_growing_noticed", False)
     expected = generated(model, prompt, do_sample=False)
     through(**SMALL)
-    assert torch.equal(generated(model, prompt, do_sample=False), expected)
-    reasons = {s.reason for r in sals_compile.compiled_reports() for s in r.sites}
-    assert any("SalsCache" in r and "cache_implementation='static'" in r for r in reasons)
+    with caplog.at_level("WARNING", logger="sals_compile"):
+        assert torch.equal(generated(model, prompt, do_sample=False), expected)
+    (record,) = [r for r in caplog.records if r.name == "sals_compile"]
+    assert "2 attention sites stay dense" in record.getMessage()
+    assert "SalsCache" in record.getMessage() and "cache_implementation='static'" in record.getMessage()
 
 
 def test_assisted_decoding(model, prompt, through):
