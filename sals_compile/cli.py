@@ -23,6 +23,7 @@ BENCHES = {
     "operator": "the attention operators against the best dense attention",
     "modules": "one attention layer, method against method",
     "quality": "difference to the dense model on real text",
+    "drift": "whether a long generation drifts away from the dense model",
     "needles": "facts hidden in a long text, and whether they are found",
 }
 
