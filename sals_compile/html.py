@@ -82,14 +82,13 @@ def _summary(graph: GraphReport) -> str:
                 f"{stored['dense']:,.0f} dense: ×{stored['sals'] / stored['dense']:.2f}",
             )
         )
-    if any(s.budget for s in graph.sites):
+    budgets = sorted({s.budget for s in graph.sites if s.budget})
+    if budgets:
         c = graph.config
+        span = str(budgets[0]) if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}"
+        chosen = str(budgets[0] - c.sinks - c.recents) if len(budgets) == 1 else "the others"
         cards.append(
-            (
-                "budget",
-                f"{c.budget} tokens",
-                f"{c.sinks} sinks, {c.recents} recents, {c.budget - c.sinks - c.recents} chosen by score",
-            )
+            ("budget", f"{span} tokens", f"{c.sinks} sinks, {c.recents} recents, {chosen} chosen by score"),
         )
     cards.append(("compile passes", f"{sum(graph.timings.values()):.2f} s", "before lowering"))
     boxes = "".join(

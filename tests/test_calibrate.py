@@ -285,7 +285,7 @@ def test_a_budget_is_the_smallest_that_keeps_the_mass(shares, mass):
 def test_automatic_budgets_go_by_site(model, made):
     curves = concentrated(made, 0.97, 0.5)
     tokens, cuts = torch.randint(0, 64, (1, 138)), [130, *range(131, 139)]
-    run = compiled(model.forward, **(SMALL | {"budget": "auto", "calibration": curves}))
+    run = compiled(model.forward, **(SMALL | {"budget": "auto", "auto_mass": 0.95, "calibration": curves}))
     actual = rollout(run, tokens, cuts, static_cache(model, 300))
     sites = sals_compile.compiled_reports()[-1].sites
     assert [(s.status, s.budget) for s in sites] == [("sals", 64), ("sals", 128)]
@@ -302,7 +302,11 @@ def test_automatic_budgets_go_by_site(model, made):
 def test_layers_that_attend_widely_are_left_dense(model, made):
     tokens, cuts = torch.randint(0, 64, (1, 82)), [80, 81, 82]
     for curves, statuses in ((concentrated(made, 0.94, 0.96), ["dense", "sals"]), (None, ["dense", "dense"])):
-        options = SMALL | {"budget": 64, "skip_layers": "auto"} | ({"calibration": curves} if curves else {})
+        options = (
+            SMALL
+            | {"budget": 64, "skip_layers": "auto", "auto_mass": 0.95}
+            | ({"calibration": curves} if curves else {})
+        )
         rollout(compiled(model.forward, **options), tokens, cuts, static_cache(model, 300))
         sites = sals_compile.compiled_reports()[-1].sites
         assert [s.status for s in sites] == statuses

@@ -9,6 +9,8 @@ from tiny import Attention, llama, rollout, static_cache
 
 import sals_compile
 from sals_compile import OptionError, SalsConfig
+from sals_compile.config import PRESETS
+from sals_compile.kernels import reference
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,23 @@ def test_rank_over_the_joint_width_names_both():
 def test_fractions_and_defaults():
     assert SalsConfig().resolve_rank(192) == (96, 24)
     assert SalsConfig(attention="exact").resolve_rank(192) == (192, 192)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_options_that_can_be_overridden(preset):
+    given = SalsConfig.from_options({"preset": preset, "budget": 700})
+    assert given.budget == 700
+    assert {name: getattr(given, name) for name in PRESETS[preset]} == PRESETS[preset]
+
+
+@pytest.mark.parametrize(("width", "dim"), [(192, 64), (1024, 128), (4096, 128)])
+def test_the_compact_preset_is_as_small_as_the_papers_smallest(width, dim):
+    """6.4 times less than 16-bit keys and values, scales counted: what the paper's smallest setting stores."""
+    config = SalsConfig.from_options({"preset": "compact"})
+    rank, _ = config.resolve_rank(width)
+    scales = 2 + 4 * width / reference.value_group(dim)
+    stored = rank + width * config.value_bits / 8 + scales
+    assert 4 * width / stored >= 6.4
 
 
 def test_skip_layers_and_dense():

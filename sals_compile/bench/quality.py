@@ -47,6 +47,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -651,12 +652,13 @@ def stateless(
     options: Mapping[str, Any],
     positions: int = 512,
     rules: Sequence[str] = ("operator",),
-    step: Callable[[str], None] = lambda rule: None,
+    done: Callable[[str, dict[str, float]], None] = lambda rule, row: None,
 ) -> dict[str, dict[str, float]]:
     """Whole-sequence forward of ``tokens [1, S]`` without a cache, by rule: the distances at ``positions`` tokens
     spaced over the last half, and ``retained``.
 
-    ``step`` is called after each rule. Raises :class:`QualityError` for a rule that is not in :data:`BLOCK_RULES`.
+    ``done`` is called with each rule's row as it comes. Raises :class:`QualityError` for a rule that is not in
+    :data:`BLOCK_RULES`.
     """
     for rule in rules:
         if rule not in BLOCK_RULES:
@@ -670,16 +672,14 @@ def stateless(
         torch._dynamo.reset()
         kept: list[Tensor] = []
         forward = torch.compile(model.forward, backend="sals", options=full, dynamic=False)
-        with _lowering_to(
-            torch.ops.sals.block_attend.default, lambda gm, rule=rule, kept=kept: _Blocks(gm, rule, kept)
-        ):
+        with _lowering_to(torch.ops.sals.block_attend.default, partial(_Blocks, rule=rule, kept=kept)):
             found = forward(tokens, use_cache=False, logits_to_keep=wanted).logits[0].float().log_softmax(-1)
         if not kept:
             raise QualityError("no layer of the whole-sequence forward went sparse: see `sals explain --no-cache`")
         distances = compare(dense, found, tokens[0, wanted + 1])
         result[rule] = {name: float(values.mean()) for name, values in distances.items()}
         result[rule] |= {"retained": float(torch.stack(kept).mean()), "positions": float(positions)}
-        step(rule)
+        done(rule, result[rule])
     return result
 
 
@@ -692,18 +692,17 @@ class _Blocks(Interpreter):
     def __init__(self, gm: GraphModule, rule: str, kept: list[Tensor]) -> None:
         super().__init__(gm)
         self.rule, self.kept = rule, kept
-        self.garbage_collect_values = False  # read again when attention runs
+        self.selected: dict[Node, list[Any]] = {}
         self.generator = torch.Generator().manual_seed(0)
 
     def run_node(self, n: Node) -> Any:
+        if n.target is torch.ops.sals.block_select.default:
+            self.selected[n] = list(self.fetch_args_kwargs_from_env(n)[0])
         if n.target is not torch.ops.sals.block_attend.default:
             return super().run_node(n)
         args = list(self.fetch_args_kwargs_from_env(n)[0])
-        selection = n.args[3]
-        assert isinstance(selection, Node)
-        chosen = self._chosen(_BlockScores(list(self.fetch_args_kwargs_from_env(selection)[0]), args), args[3])
-        args[3] = chosen
-        return n.target(*args)  # type: ignore[operator]
+        args[3] = self._chosen(_BlockScores(self.selected.pop(n.args[3]), args), args[3])
+        return n.target(*args)
 
     def _chosen(self, site: _BlockScores, chosen: Tensor) -> Tensor:
         chosen = chosen.clone()
@@ -911,7 +910,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", default=",".join(DEFAULT_ROWS), help="names of rows, or 'all' (includes --cross)")
     made.add_argument("--row", action="append", default=[], metavar="NAME:OPTION=VALUE,...", help="one more row")
     made.add_argument("--cross", action="store_true", help="also Python source, calibrated on it and on prose")
-    made.add_argument("--stateless", action="store_true", help="also a whole-sequence forward at T = 1024")
+    made.add_argument(
+        "--stateless", type=int, nargs="?", const=1024, metavar="T", help="also a whole-sequence forward (T: 1024)"
+    )
     made.add_argument("--rules", default="operator", help="its selection rules, comma-separated, or 'all'")
     made.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
     made.add_argument("--no-inspect", action="store_true", help="leave out retained mass and recall (faster)")
@@ -949,22 +950,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.json:
                 args.json.write_text(json.dumps(facts | {"rows": [vars(r) for r in results]}, indent=1, default=str))
 
-        run(
-            model,
-            tokenizer,
-            rows,
-            tokens=args.tokens,
-            depths=depths,
-            positions=args.positions,
-            windows=args.windows,
-            chunk=args.chunk,
-            lowering=args.lowering,
-            texts=texts,
-            cross=args.cross or args.rows == "all",
-            calibrations=known,
-            inspect=not args.no_inspect,
-            done=done,
-        )
+        if rows:
+            run(
+                model,
+                tokenizer,
+                rows,
+                tokens=args.tokens,
+                depths=depths,
+                positions=args.positions,
+                windows=args.windows,
+                chunk=args.chunk,
+                lowering=args.lowering,
+                texts=texts,
+                cross=args.cross or args.rows == "all",
+                calibrations=known,
+                inspect=not args.no_inspect,
+                done=done,
+            )
         if results:
             console.print(table(results, f"{args.model}, windows of {args.tokens} tokens"))
         if args.stateless:
@@ -973,11 +975,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if corpus not in known:
                 cut = windows_of(tokenizer, texts[corpus][0], args.tokens, 4, corpus)
                 known[corpus] = calibrate(model, cut, progress=True)
-            facts["stateless"] = {}
-            for rule in rules:  # one by one, so that each is seen as soon as it is there
-                facts["stateless"] |= stateless(model, pieces[0], known[corpus], {"budget": 1024}, rules=[rule])
-                shown = ", ".join(f"{name} {value:.4f}" for name, value in facts["stateless"][rule].items())
-                console.print(f"whole-sequence forward, T=1024, rule {rule}: {shown}", markup=False)
+
+            def say(rule: str, row: dict[str, float]) -> None:
+                shown = ", ".join(f"{name} {value:.4f}" for name, value in row.items())
+                console.print(f"whole-sequence forward, T={args.stateless}, rule {rule}: {shown}", markup=False)
+
+            options = {"budget": args.stateless}
+            facts["stateless"] = stateless(model, pieces[0], known[corpus], options, rules=rules, done=say)
         if args.json:
             args.json.write_text(json.dumps(facts | {"rows": [vars(r) for r in results]}, indent=1, default=str))
         if args.plot and results:
