@@ -295,7 +295,7 @@ def record(report: GraphReport) -> None:
     global _growing_noticed
     _reports.append(report)
     growing = sum(s.reason.startswith(GROWING) for s in report.sites)
-    if growing and not _growing_noticed:
+    if growing and growing == len(report.sites) and not _growing_noticed:
         _growing_noticed = True
         log.warning("%d attention sites stay dense: %s", growing, GROWING)
     if not log.isEnabledFor(logging.INFO):

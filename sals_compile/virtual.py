@@ -266,6 +266,10 @@ class VirtualGraph(CompiledGraph):
         super().__init__(gm, plans, row_groups(plans), config, registry, example, mode)
 
     def _prepare(self, example: dict[Node, Any]) -> None:
+        with torch.inference_mode(False):
+            self._prepare_state(example)
+
+    def _prepare_state(self, example: dict[Node, Any]) -> None:
         super()._prepare(example)
         #: who a cache belongs to: the model's memory of each layer
         self.owners = {
@@ -290,14 +294,16 @@ class VirtualGraph(CompiledGraph):
         with self.registry.lock:
             args = list(args)
             cache = self._cache(args)
-            self._claim(cache, args)
-            fresh = self.sizes(self._site(self.held[0]).key_cache.slots.meta["val"].shape[-1], args)
-            self._count(cache, fresh, args)
-            with torch.no_grad():
+            # State made under inference_mode() could not be written to outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._claim(cache, args)
+                fresh = self.sizes(self._site(self.held[0]).key_cache.slots.meta["val"].shape[-1], args)
+                self._count(cache, fresh, args)
                 name = self._choose(cache, fresh, args)
+                variant = self._ready(name, cache, args)
             for fitter in self.fitters.values():
                 fitter.past = cache.tokens
-            outputs = self._run_on(name, cache, args)
+            outputs = variant.call([*args, *cache.inputs[variant]])
             cache.tokens += fresh
             if name not in ("short", "sparse"):
                 self._settle_in_latents(cache)
@@ -468,13 +474,14 @@ class VirtualGraph(CompiledGraph):
     def _group_rows(self, cache: Any, group: int, args: Sequence[Any]) -> Rows:
         return cache.rows_of[self._handle(self.groups[group].sites[0], args)]
 
-    def _run_on(self, name: str, cache: VirtualCache, args: list[Any]) -> Any:
+    def _ready(self, name: str, cache: VirtualCache, args: list[Any]) -> Variant:
+        """The variant for this call; ``cache.inputs`` has its state."""
         variant = self._compiled_for(name, cache, args)
         if any(not self._holds(g, args) for g in variant.guards):
             variant = self._unspecialised(variant)
         if variant not in cache.inputs:
             cache.inputs[variant] = [self._state(e, cache, args) for e in variant.rewritten.inputs]
-        return variant.call([*args, *cache.inputs[variant]])
+        return variant
 
     def _compiled_for(self, name: str, cache: VirtualCache, args: list[Any]) -> Variant:
         """The variant lowered for the cache's batch."""

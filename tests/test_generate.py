@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from test_exact import assert_close, compiled
 from tiny import llama, rollout, static_cache
 from transformers import CompileConfig
@@ -168,6 +169,52 @@ def test_short_contexts_and_prefills_past_the_budget_are_exact(model):
         cache = SalsCache(model.config, CAPACITY)
         assert_close(rollout(compiled(model.forward, **SMALL), tokens, cuts, cache), expected, torch.float32)
         assert cache.state.phase == ("short" if cuts[-1] <= 24 else "latent")
+
+
+def test_inference_mode_on_and_off(model):
+    tokens, cuts = torch.randint(0, 64, (1, 60)), [30, 31, 50, 51, 52]
+    expected = rollout(model.forward, tokens, cuts, static_cache(model, CAPACITY))
+    for made, modes in ((True, (False, False, True)), (False, (True, False, True))):
+        run = compiled(model.forward, attention="exact")
+        with torch.inference_mode(made):
+            cache = SalsCache(model.config, CAPACITY)
+        pieces, start = [], 0
+        for end, mode in zip(cuts, (modes[0], *modes, modes[2]), strict=True):
+            with torch.inference_mode(mode), torch.no_grad():
+                pieces.append(run(tokens[:, start:end], past_key_values=cache).logits.clone())
+            start = end
+        assert_close(torch.cat(pieces, 1), expected, torch.float32)
+
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+}
+HYBRID = {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "compressed"),
+    [
+        ("Gemma3", HYBRID, 1),  # sliding layers keep transformers' own cache
+        ("GptOss", HYBRID | {"num_local_experts": 2, "num_experts_per_tok": 1}, 1),  # sinks
+        ("GPTNeoX", {}, 2),  # a part of each head rotates
+    ],
+)
+def test_other_models(family, options, compressed):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")(config(**TINY, **options)).eval()
+    tokens, cuts = torch.randint(1, 64, (2, 50)), [30, 31, 32, 44, 45]
+    cache = SalsCache(model.config, 60)
+    assert len(cache.state.handles) == compressed
+    expected = rollout(model.forward, tokens, cuts, transformers.StaticCache(config=model.config, max_cache_len=60))
+    assert_close(rollout(compiled(model.forward, attention="exact"), tokens, cuts, cache), expected, torch.float32)
 
 
 @pytest.mark.parametrize("impl", ["eager", pytest.param("flex_attention", marks=pytest.mark.slow)])

@@ -24,10 +24,11 @@ class SalsLayer(StaticLayer):
     """One layer of a :class:`SalsCache`: two handles of one element and a token counter."""
 
     def __init__(self, max_cache_len: int, device: torch.device) -> None:
-        self.key_handle, self.value_handle = (torch.full((1,), torch.nan, device=device) for _ in range(2))
         super().__init__(max_cache_len=max_cache_len)
         self.device = device
-        self.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # such tensors count writes, and may be written to outside of it
+            self.key_handle, self.value_handle = (torch.full((1,), torch.nan, device=device) for _ in range(2))
+            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
         for tensor in (self.key_handle, self.value_handle, self.cumulative_length):
             # Static for CUDA graphs; a second cache need not recompile.
             torch._dynamo.mark_static_address(tensor, guard=False)
