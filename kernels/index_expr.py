@@ -227,12 +227,12 @@ def evaluate(
         return value if isinstance(value, Tensor) else torch.as_tensor(value, device=device)
 
     def visit(node: Expr) -> Any:
+        if node.op == "const":  # not remembered: 0, 0.0 and False are equal, and only one of them is an index
+            return node.args[0]
         if node in memo:
             return memo[node]
         if node.op in indices:
             value: Any = indices[node.op]
-        elif node.op == "const":
-            value = node.args[0]
         elif node.op == "int":
             value = integers[node.args[0]]
         elif node.op == "load":

@@ -52,6 +52,9 @@ def _anchor_node(node: Node) -> None:
     node.args, node.kwargs = positional, keyword
 
 
+#: How a cache that the graph itself creates (transformers' lazy initialisation) comes to be.
+_CREATED = (torch.zeros, "new_zeros")
+
 _WRITES = ("index_copy_", "index_put_", "scatter_", "slice_scatter_", "copy_", "__setitem__")
 
 
@@ -70,8 +73,11 @@ def pin_capacities(gm: GraphModule) -> int:
             continue
         buffer = node.args[0]
         while isinstance(buffer, Node) and buffer.op in ("call_function", "call_method") and buffer.args:
+            if not isinstance(buffer.args[0], Node) or buffer.target in _CREATED:
+                break
             buffer = buffer.args[0]  # a view of the buffer is written
-        value = buffer.meta.get("example_value") if isinstance(buffer, Node) and buffer.op == "placeholder" else None
+        made = isinstance(buffer, Node) and (buffer.op == "placeholder" or buffer.target in _CREATED)
+        value = buffer.meta.get("example_value") if made else None
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             for size in value.shape[1:]:
                 if isinstance(size, torch.SymInt):

@@ -8,6 +8,7 @@ matching may be generous: what it misreads is caught here, before anything is re
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,8 @@ from ..kernels import reference
 from ..kernels.index_expr import TRUE, Expr, Modifier, Q, load
 from .graph import ancestors
 from .ir import AttentionSite, Declined
+
+log = logging.getLogger("sals_compile")
 
 #: Largest ``||record - graph|| / ||graph||`` accepted, by the site's dtype: rounding of that dtype alone.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -89,7 +92,10 @@ def site_slots(site: AttentionSite, get: Any) -> Any:
 
 def boundary_of(site: AttentionSite) -> list[Node]:
     """Where verification cuts the graph: the site's inputs, filled with random data."""
-    nodes = [site.query.node, site.key_pre.node, site.value.node]
+    nodes = [site.query.node, site.key_pre.node]
+    # Values that are the rotated keys are computed from the cut there.
+    if site.key_rotary is None or site.value.node not in ancestors([site.key.node], nodes):
+        nodes.append(site.value.node)
     if not site.born:  # a cache that the graph creates is zeros, not any data
         nodes += [c.buffer for c in (site.key_cache, site.value_cache) if c is not None]
     return list(dict.fromkeys(nodes))
@@ -190,6 +196,7 @@ def _compare(site: AttentionSite, cone: Sequence[Node], example: Mapping[Node, A
             except Exception as failure:
                 if variation:
                     continue  # the variation left the graph's own domain (a position past a table, say)
+                log.debug("verification of %s could not run", site.name, exc_info=failure)
                 return float("nan"), f"verification could not run: {type(failure).__name__}: {failure}"
             if error is not None:
                 compared += 1

@@ -81,6 +81,12 @@ def _transformers(kind: str, **more: Any) -> Callable[[], nn.Module]:
     return build
 
 
+def _random(module: nn.Module, *shape: int) -> Tensor:
+    """Seeded noise in the module's type."""
+    floating = (t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(next(floating))
+
+
 def _ids(batch: int, length: int) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
 
@@ -110,7 +116,7 @@ def forward_whole(module: nn.Module, call: Call) -> list[Tensor]:
 
 
 def forward_pixels(module: nn.Module, call: Call) -> list[Tensor]:
-    return [call(torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)))[0]]
+    return [call(_random(module, 2, 3, 16, 16))[0]]
 
 
 def forward_pair(module: nn.Module, call: Call) -> list[Tensor]:
@@ -119,12 +125,11 @@ def forward_pair(module: nn.Module, call: Call) -> list[Tensor]:
 
 
 def forward_audio(module: nn.Module, call: Call) -> list[Tensor]:
-    features = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1))
-    return [call(input_features=features, decoder_input_ids=_ids(2, 7), use_cache=False)[0]]
+    return [call(input_features=_random(module, 2, 16, 64), decoder_input_ids=_ids(2, 7), use_cache=False)[0]]
 
 
 def forward_hidden(module: nn.Module, call: Call) -> list[Tensor]:
-    return [call(torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1)))]
+    return [call(_random(module, 2, 12, 32))]
 
 
 class ComplexLlamaAttention(nn.Module):
@@ -166,7 +171,7 @@ class ComplexLlamaAttention(nn.Module):
 
 
 def decode_hidden(module: nn.Module, call: Call) -> list[Tensor]:
-    x = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(1))
+    x = _random(module, 2, 11, 32)
     return [call(x[:, :8], 0)] + [call(x[:, t : t + 1], t) for t in range(8, 11)]
 
 
@@ -180,6 +185,34 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool), 1)
         return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+class Encoder(nn.Module):
+    """``nn.TransformerEncoder``, causal and with padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
+        padding = torch.arange(length) >= torch.tensor([[length - 2], [length]])
+        # Said, because finding out reads the mask's values, which no compiler can trace.
+        return self.layers(x, mask=mask, src_key_padding_mask=padding, is_causal=True)
+
+
+class EncoderDecoder(nn.Module):
+    """``nn.Transformer``: self-attention in both halves, and cross-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Transformer(32, 4, 1, 1, 48, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = x[:, :7]
+        mask = nn.Transformer.generate_square_subsequent_mask(7, dtype=x.dtype)
+        return self.layers(x, target, tgt_mask=mask, tgt_is_causal=True)
 
 
 class FlexAttention(nn.Module):
@@ -322,6 +355,8 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(
         "nn.TransformerEncoderLayer", lambda: nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), forward_hidden, 1
     ),
+    Entry("nn.TransformerEncoder, causal and padded", Encoder, forward_hidden, 2),
+    Entry("nn.Transformer", EncoderDecoder, forward_hidden, 3),
     Entry("FlexAttention", FlexAttention, forward_hidden, 1),
     Entry(
         "DeBERTa-v2",
@@ -372,11 +407,21 @@ ENTRIES: tuple[Entry, ...] = (
 )
 
 
-def examine(entry: Entry, implementation: str | None, dtype: torch.dtype = torch.float32, **options: Any) -> Row:
-    """Compile the entry in exact mode, run it beside its eager self and count its sites."""
+def examine(
+    entry: Entry,
+    implementation: str | None,
+    dtype: torch.dtype = torch.float32,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> Row:
+    """Compile the entry in exact mode, run it beside its eager self and count its sites.
+
+    ``dynamic`` is torch.compile's: with True every size is a symbol from the first call on.
+    """
     torch.manual_seed(0)
     torch._dynamo.reset()
-    module = entry.build().eval().to(dtype)
+    # Module.to would make complex buffers real.
+    module = entry.build().eval()._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     if implementation is not None:
         module.set_attn_implementation(implementation)  # type: ignore[operator]
     reports = sals_compile.report._reports
@@ -389,7 +434,7 @@ def examine(entry: Entry, implementation: str | None, dtype: torch.dtype = torch
         module.load_state_dict(state, strict=False)
         for name, buffer in module.named_buffers():
             buffer.copy_(state[name])
-        actual = entry.drive(module, torch.compile(module.forward, backend="sals", options=chosen))
+        actual = entry.drive(module, torch.compile(module.forward, backend="sals", dynamic=dynamic, options=chosen))
     error = max(float((a - e).norm() / e.norm().clamp_min(1e-12)) for a, e in zip(actual, expected, strict=True))
     found = [r for r in sals_compile.compiled_reports() if r.sites]
     reasons = [s.reason for r in found for s in r.sites if s.status == "declined"]

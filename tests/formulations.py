@@ -32,6 +32,9 @@ PRODUCTS = (
     "einsum_tokens_first",
     "grouped_matmul",
     "grouped_einsum",
+    "flat",
+    "turned",
+    "turned_values",
 )
 REPEATS = ("expand", "interleave", "gqa", "broadcast")
 SCALES = ("default", "scores_mul", "scores_div", "query", "key", "split", "tensor", "constant_tensor", "none")
@@ -109,6 +112,11 @@ class Spec:
         return not self.product.startswith("sdpa")
 
     @property
+    def turned(self) -> bool:
+        """Scores are ``k @ q^T [B,H,S,L]``, and the softmax runs over their rows."""
+        return self.product.startswith("turned")
+
+    @property
     def rotary_form(self) -> str:
         if self.rotary in ("complex",):
             return "interleaved"
@@ -128,6 +136,8 @@ def _normal(spec: dict[str, Any]) -> Spec:
     s = dict(spec)
     s["kv_heads"] = math.gcd(s["heads"], s["kv_heads"])
     sdpa = s["product"].startswith("sdpa")
+    if s["product"] == "flat":  # matrices: one head of one sequence
+        s["batch"] = s["heads"] = s["kv_heads"] = 1
     if sdpa:  # no hand on the logits
         s["softmax"], s["softcap"], s["sinks"] = "plain", False, False
         if s["scale"] in ("scores_mul", "scores_div", "tensor", "constant_tensor"):
@@ -430,6 +440,12 @@ class Formulation(nn.Module):
             q, k = q * math.sqrt(s.scale_value), k * math.sqrt(s.scale_value)
         if not s.eager:
             return self.attend_sdpa(q, k, v, mask, bias)
+        if s.product == "flat":
+            q, k, v = (t.reshape(-1, s.head_dim) for t in (q, k, v))
+            mask = mask[0, 0] if mask is not None and mask.dim() == 4 else mask
+            bias = bias[0] if bias is not None else None
+        elif s.turned:
+            mask, bias = (t if t is None else t.mT for t in (mask, bias))
         logits, beta = self.logits(q, k, bias)
         if mask is not None and s.mask_style == "added_first":
             logits = self.masked(logits, mask)
@@ -453,8 +469,14 @@ class Formulation(nn.Module):
         return self.weigh(p, v)
 
     def logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> tuple[Tensor, bool]:
-        """Raw products ``[B,H,L,S]``, and whether the bias is in them already."""
+        """Raw products ``[B,H,L,S]`` (``[L,S]`` flat, ``[B,H,S,L]`` turned), and whether the bias is in them
+        already."""
         s = self.spec
+        if s.product == "flat":
+            take = bias is not None and s.scale in ("none", "query", "key", "split") and not s.softcap
+            return (torch.addmm(bias, q, k.T) if take else q @ k.T), take
+        if s.turned:
+            return self.repeat(k) @ q.transpose(2, 3), False
         batch, heads, length, dim = q.shape
         keys = k.shape[2]
         if s.product == "grouped_matmul":
@@ -489,35 +511,43 @@ class Formulation(nn.Module):
         if style == "inverted":
             return logits + (1.0 - mask.to(logits.dtype)) * -10000.0
         if style == "additive_other_dtype":
-            other = torch.float32 if logits.dtype == torch.bfloat16 else torch.float64
+            other = torch.float64 if logits.dtype == torch.float32 else torch.float32
             return (torch.where(mask, 0.0, torch.finfo(torch.float32).min).to(other) + logits).to(logits.dtype)
         additive = torch.zeros(mask.shape, dtype=logits.dtype, device=mask.device).masked_fill(~mask, lowest)
         return additive + logits if style == "bool" else logits + additive
 
     def softmax(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        kind, dtype = self.spec.softmax, logits.dtype
+        kind, dtype, dim = self.spec.softmax, logits.dtype, -2 if self.spec.turned else -1
         if self.spec.sinks:
-            batch, _, length, _ = logits.shape
-            column = self.sink.to(dtype).reshape(1, -1, 1, 1).expand(batch, -1, length, -1)
-            logits = torch.cat((logits, column), dim=-1)
+            shape = [1] * logits.dim() if self.spec.product == "flat" else [1, -1, 1, 1]
+            wide = list(logits.shape)
+            wide[dim] = 1
+            logits = torch.cat((logits, self.sink.to(dtype).reshape(shape).expand(wide)), dim=dim)
             if kind != "plain":
-                logits = logits - logits.max(dim=-1, keepdim=True).values
-            return torch.softmax(logits, dim=-1, dtype=dtype)[..., :-1]
+                logits = logits - logits.max(dim=dim, keepdim=True).values
+            weights = torch.softmax(logits, dim=dim, dtype=dtype)
+            return weights.narrow(dim, 0, weights.shape[dim] - 1) if self.spec.turned else weights[..., :-1]
         if kind == "fp32":
-            return torch.softmax(logits.float(), dim=-1).to(dtype)
+            return torch.softmax(logits.float(), dim=dim).to(dtype)
         if kind == "dtype":
-            return F.softmax(logits, dim=-1, dtype=torch.float32).to(dtype)
+            return F.softmax(logits, dim=dim, dtype=torch.float32).to(dtype)
         if kind == "shifted":
-            return F.softmax(logits - logits.amax(-1, keepdim=True), dim=-1)
+            return F.softmax(logits - logits.amax(dim, keepdim=True), dim=dim)
         if kind == "decomposed":
-            e = torch.exp(logits.float() - logits.float().amax(-1, keepdim=True))
-            return (e / e.sum(-1, keepdim=True)).to(dtype)
+            e = torch.exp(logits.float() - logits.float().amax(dim, keepdim=True))
+            return (e / e.sum(dim, keepdim=True)).to(dtype)
         if kind == "guarded" and mask is not None:
-            return torch.softmax(logits, dim=-1).masked_fill(~mask, 0.0)
-        return logits.softmax(-1)
+            return torch.softmax(logits, dim=dim).masked_fill(~mask, 0.0)
+        return logits.softmax(dim)
 
     def weigh(self, p: Tensor, v: Tensor) -> Tensor:
         s = self.spec
+        if s.product == "flat":
+            return (p @ v)[None, None]
+        if s.product == "turned":
+            return p.transpose(2, 3) @ self.repeat(v)
+        if s.product == "turned_values":
+            return (self.repeat(v).transpose(2, 3) @ p).transpose(2, 3)
         if s.product == "grouped_matmul":
             return (p.unflatten(1, (s.kv_heads, -1)) @ v[:, :, None]).flatten(1, 2)
         if s.product == "grouped_einsum":

@@ -9,6 +9,7 @@ the site is matched in its own file of this folder.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,9 +44,13 @@ from .mask import _BINARY, _UNARY, IndexInterpreter, clamp, fold_scale, split_ma
 from .projection import match_projection
 from .rotary import match_rotary
 
+log = logging.getLogger("sals_compile")
+
 SDPA = ops.operator("scaled_dot_product_attention")
 SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
 PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
+#: Products of one head without a batch; also what every learned map is, so they count where no batched product is.
+FLAT_PRODUCTS = (aten.mm.default, aten.addmm.default)
 Roles = list[tuple[Expr, list[Atom]]]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,7 +69,9 @@ def match_graph(gm: GraphModule) -> MatchResult:
             name = f"{name}#{names[name]}"
         try:
             result.sites.append(replace(rule(node), name=name))
-        except Mismatch as miss:
+        except Exception as failure:
+            # A fault of ours at one site must not cost the model its compilation.
+            miss = failure if isinstance(failure, Mismatch) else _fault(failure, node)
             if node.target in SOFTMAX and not _looks_like_attention(node):
                 continue
             where = miss.node or node
@@ -73,6 +80,15 @@ def match_graph(gm: GraphModule) -> MatchResult:
             )
             result.declined.append(Declined(name, anchor, miss.reason, node=where.name, depth=miss.depth))
     return result
+
+
+def _fault(failure: Exception, node: Node) -> Mismatch:
+    log.debug("matching %s failed", node.name, exc_info=failure)
+    return Mismatch(
+        f"internal error while matching ({type(failure).__name__}); please report it with the traceback that "
+        f"logging.getLogger('sals_compile') gives at DEBUG",
+        node,
+    )
 
 
 #: Where the search for the scores of a softmax ends: learned maps and what chooses or normalises.
@@ -88,12 +104,14 @@ _BARRIERS = (
 
 
 def _looks_like_attention(softmax: Node) -> bool:
-    """Whether a softmax that did not match is worth reporting: a batched product is near its input (a router's or a
-    classifier's is not)."""
+    """Whether a softmax that did not match is worth reporting: a product of two computed tensors is near its input (a
+    router's or a classifier's is one of a parameter)."""
     stack, seen = [softmax], {softmax}
     while stack and len(seen) < 256:
         for source in stack.pop().all_input_nodes:
             if source.target in PRODUCTS:
+                return True
+            if source.target in FLAT_PRODUCTS and trace_views(source.args[-1]).base.op != "placeholder":  # type: ignore[arg-type]
                 return True
             if source not in seen and source.op == "call_function" and source.target not in _BARRIERS:
                 seen.add(source)
@@ -204,15 +222,15 @@ def _operands(node: Node) -> list[Any]:
     return list(node.args[0]) if node.target is aten.cat.default else list(node.args)  # type: ignore[arg-type]
 
 
-def _leads_to_product(node: Any, memo: dict[Node, bool]) -> bool:
+def _leads_to_product(node: Any, products: Sequence[Any], memo: dict[Node, bool]) -> bool:
     if not isinstance(node, Node) or node.op != "call_function":
         return False
     if node not in memo:
         memo[node] = False
-        if node.target in PRODUCTS:
+        if node.target in products:
             memo[node] = True
         elif node.target in _ELEMENTWISE or node.target in VIEW_OPS or is_float_cast(node):
-            memo[node] = any(_leads_to_product(a, memo) for a in _operands(node))
+            memo[node] = any(_leads_to_product(a, products, memo) for a in _operands(node))
     return memo[node]
 
 
@@ -233,14 +251,15 @@ def _find_logits(softmax: Node) -> _Logits:
     memo: dict[Node, bool] = {}
     path: list[Node] = []
     node = softmax.args[0]
+    products = PRODUCTS if _leads_to_product(node, PRODUCTS, {}) else FLAT_PRODUCTS
     while True:
         assert isinstance(node, Node)
         if node.op != "call_function":
             raise Mismatch("the softmax's input is not a product of queries and keys", node, len(path))
-        if node.target in PRODUCTS:
+        if node.target in products:
             path.append(node)
             break
-        candidates = [a for a in _operands(node) if _leads_to_product(a, memo)]
+        candidates = [a for a in _operands(node) if _leads_to_product(a, products, memo)]
         if not candidates:
             raise Mismatch(f"no matrix product leads here through {node.target}", node, len(path))
         if len(set(candidates)) > 1:
@@ -297,8 +316,14 @@ def _from_softmax(node: Node) -> AttentionSite:
     logits = _find_logits(node)
     depth = len(logits.path)
     first = logits.product
-    left, right = (first.args[1], first.args[2]) if first.target is aten.baddbmm.default else first.args[:2]
-    query, key = trace_views(left, scales=True), trace_views(right, scales=True)  # type: ignore[arg-type]
+    biased = first.target in (aten.baddbmm.default, aten.addmm.default)
+    left, right = (_batched(trace_views(a, scales=True)) for a in first.args[biased : biased + 2])  # type: ignore[arg-type]
+    query, key = left, right
+    turned = _normalises_rows(node, logits)
+    if turned:  # scores are k @ q^T
+        query, key = right, left
+        for operand in (query, key):
+            operand.dims[1], operand.dims[2] = operand.dims[2], operand.dims[1]
     q_batch, q_heads, k_batch, k_heads = split_batch(query, query.dims[0], key, key.dims[0], batch_first=True)
     row_heads, tokens = split_rows(query.dims[1], q_heads, query.dims[2], tokens_written(key.base))
     q_roles = [q_batch, tokens, [*q_heads, *row_heads], query.dims[2]]
@@ -306,14 +331,16 @@ def _from_softmax(node: Node) -> AttentionSite:
 
     # The logit's expression, replayed from the product to the softmax over tracked axes.
     trace = ViewTrace(first)
-    in_batch = _split_to(trace, trace.base_dims[0][0], [a.size for a in (*q_batch, *q_heads)])
-    in_rows = _split_to(trace, trace.base_dims[1][0], [a.size for a in query.dims[1]])
+    *batch_axis, first_axis, last_axis = (dim[0] for dim in trace.base_dims)
+    row_axis, key_axis = (last_axis, first_axis) if turned else (first_axis, last_axis)
+    in_batch = _split_to(trace, batch_axis[0], [a.size for a in (*q_batch, *q_heads)]) if batch_axis else []
+    in_rows = _split_to(trace, row_axis, [a.size for a in query.dims[1]])
     is_head = dict(zip(in_rows, [a in row_heads for a in query.dims[1]], strict=True))
     roles: Roles = [
         (B, in_batch[: len(q_batch)]),
         (H, [*in_batch[len(q_batch) :], *(a for a in in_rows if is_head[a])]),
         (Q, [a for a in in_rows if not is_head[a]]),
-        (KV, [trace.base_dims[2][0]]),
+        (KV, [key_axis]),
     ]
     interpreter = IndexInterpreter()
     expression: Expr = SCORE
@@ -322,7 +349,7 @@ def _from_softmax(node: Node) -> AttentionSite:
     def index() -> list[Expr]:
         return [_role_index(d, roles) for d in trace.dims]
 
-    if first.target is aten.baddbmm.default:
+    if biased:
         beta, alpha = first.kwargs.get("beta", 1), first.kwargs.get("alpha", 1)
         expression = make("mul", SCORE, const(alpha))
         if beta != 0:
@@ -360,6 +387,26 @@ def _from_softmax(node: Node) -> AttentionSite:
         interior=(*logits.path, *interior),
         sinks=sinks,
     )
+
+
+def _batched(trace: ViewTrace) -> ViewTrace:
+    """An operand of a product as ``[batch, rows, columns]``; that of a flat one has no batch."""
+    if len(trace.dims) == 2:
+        trace.dims.insert(0, [])
+    return trace
+
+
+def _normalises_rows(softmax: Node, logits: _Logits) -> bool:
+    """Whether the softmax runs over what the product's first operand brought: the keys, where scores are ``k @ q^T``.
+
+    (A softmax over the queries looks the same up to here; its weights then meet the values along another axis.)
+    """
+    trace = ViewTrace(logits.product)
+    for step in logits.path[1:]:
+        if step.target in VIEW_OPS:
+            VIEW_OPS[step.target](trace, step)
+    dim = _kept(trace.dims[int(softmax.args[1]) % len(trace.dims)])  # type: ignore[arg-type]
+    return bool(dim) and all(a.dim == len(trace.base_dims) - 2 for a in dim)
 
 
 def _kept(atoms: Dims | list[Atom]) -> list[Atom]:
@@ -462,7 +509,7 @@ def _find_values(
             dropped = True
         elif user.target in VIEW_OPS and dropped:
             VIEW_OPS[user.target](trace, user)
-        elif user.target is aten.bmm.default and user.args[0] is node and user.args[1] is not node and dropped:
+        elif user.target in (aten.bmm.default, aten.mm.default) and dropped and user.args[0] is not user.args[1]:
             break
         elif not is_float_cast(user) and not _guards(
             user, node, mask, [_role_index(d, roles) for d in trace.dims], interpreter
@@ -471,19 +518,27 @@ def _find_values(
         node = user
         interior.append(node)
     output = user
-    batch, rows, keys = (_kept(d) for d in trace.dims)
+    weights_first = output.args[0] is node  # else ``v^T @ weights^T``
+    *lead, rows, keys = (_kept(d) for d in trace.dims)
+    if not weights_first:
+        rows, keys = keys, rows
+    batch = lead[0] if lead else []
     role_of = {a: r for r, (_, atoms) in enumerate(roles) for a in atoms}
     ordered = [a for a in (*batch, *rows) if role_of[a] == 1]
     if keys != _kept(roles[3][1]) or ordered != _kept(roles[1][1]) or any(role_of[a] == 2 for a in batch):
         raise Mismatch("the attention weights reach the values along other axes", output, len(interior))
     if [role_of[a] for a in batch] != sorted(role_of[a] for a in batch) or any(role_of[a] == 0 for a in rows):
         raise Mismatch("the attention weights reach the values along other axes", output, len(interior))
-    value = trace_views(output.args[1], scales=True)  # type: ignore[arg-type]
+    value = _batched(trace_views(output.args[weights_first], scales=True))  # type: ignore[arg-type]
     own = ViewTrace(output)
-    in_batch = _split_to(own, own.base_dims[0][0], [a.size for a in batch])
-    in_rows = _split_to(own, own.base_dims[1][0], [a.size for a in rows])
+    *own_lead, own_rows, own_dim = (dim[0] for dim in own.base_dims)
+    if not weights_first:
+        own_rows, own_dim = own_dim, own_rows
+        value.dims[1], value.dims[2] = value.dims[2], value.dims[1]
+    in_batch = _split_to(own, own_lead[0], [a.size for a in batch]) if own_lead else []
+    in_rows = _split_to(own, own_rows, [a.size for a in rows])
     pairs = refine(own, in_batch, value, value.dims[0])
-    out_roles: Dims = [[], [], [], own.base_dims[2]]
+    out_roles: Dims = [[], [], [], [own_dim]]
     v_roles: Dims = [[], value.dims[1], [], value.dims[2]]
     for atom in batch:  # its factors may have been split to pair up with the values'
         size: Any = 1

@@ -214,7 +214,7 @@ class IndexInterpreter:
         if before == torch.bool:
             return make("where", value, const(1), const(0))
         if after == torch.bool:
-            return distribute(make("ne", value, const(0)))
+            return truth(value)
         if not before.is_floating_point:
             return value
         return None
@@ -346,6 +346,26 @@ def distribute(expr: Expr) -> Expr:
                     return make("not", chosen.args[0])
                 return make("where", chosen.args[0], *branches)
     return expr
+
+
+def truth(expr: Expr) -> Expr:
+    """``expr != 0``, read through choices, and through sums that only penalties (nothing above zero) enter: such a sum
+    is zero where each of them is."""
+    if expr.op == "const":
+        return const(bool(expr.args[0]))
+    if expr.op == "where":
+        condition, yes, no = (expr.args[0], *(truth(a) for a in expr.args[1:]))
+        return make("or", make("and", condition, yes), make("and", make("not", condition), no))
+    if expr.op == "add" and all(_penalty(a) for a in expr.args):
+        return make("or", *(truth(a) for a in expr.args))
+    return make("ne", expr, const(0))
+
+
+def _penalty(expr: Expr) -> bool:
+    """Whether every value of the expression is a literal that is not above zero."""
+    if expr.op in ("add", "where"):
+        return all(_penalty(a) for a in expr.args[expr.op == "where" :])
+    return expr.op == "const" and expr.args[0] <= 0
 
 
 def spread(expr: Expr) -> Expr:
