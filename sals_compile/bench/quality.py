@@ -123,6 +123,9 @@ SELECTIONS = ("score", "oracle", "random", "recent")
 #: and heads; ``head-max`` and ``head-mass`` (softmax) of each head's mean query; ``query-max`` over queries of the
 #: heads' sum; ``query-mass``, the softmax of every query and head. From exact attention: ``oracle``. ``operator``:
 #: whatever ``sals::block_select`` does.
+#: The operator's is ``mean``: it keeps all but 0.006 of the attention that the oracle keeps, with one query a block;
+#: ``head-mass`` wins back 0.002 of that with H, ``query-mass`` 0.004 with H times the block's queries (SmolLM2-135M,
+#: 1024 tokens of prose, T = 256: 0.9556, 0.9574, 0.9595, oracle 0.9617, random 0.7978).
 BLOCK_RULES = (
     "operator", "mean", "head-max", "head-mass", "query-max", "query-mass", "oracle", "random", "recent",
 )  # fmt: skip
