@@ -23,8 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import codegen, reference
-from .dense import attend_tile, capability, finish, flags, power_of_two, precision, register_limit, rows_last
+from .dense import attend_tile, finish, flags, power_of_two, precision, register_limit, rows_last
 from .index_expr import Modifier
+from .launch import capability
 from .score import order_of
 from .select import select
 

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import codegen
 from .index_expr import Expr, Modifier
+from .launch import capability, multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -393,26 +394,9 @@ class Tiling:
     registers: int = 0
 
 
-@lru_cache(maxsize=16)
-def capability(device: torch.device) -> int:
-    """Compute capability times ten; 0 on AMD; Hopper's for the interpreter, so that it runs what the GPU would."""
-    if torch.version.hip is not None:
-        return 0
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 def register_limit(registers: int) -> dict[str, int]:
     """The launch option that lets two programs share a multiprocessor: one multiplies while the other exponentiates."""
     return {"maxnreg": registers} if registers else {}
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of ``device``; the H200's for the interpreter, so that it runs what the GPU would."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def split_count(programs: int, tiles: int, slots: int, least_tiles: int = 2) -> int:

@@ -26,6 +26,7 @@ TRITON: dict[str, str] = {
     "select": "select:select",
     "score_select": "select:score_select",
     "attend": "attend:attend",
+    "decode": "decode:decode",
     "reconstruct": "prefill:reconstruct",
     "materialize": "prefill:materialize",
     "dense_attention": "dense:dense_attention",

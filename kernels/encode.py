@@ -8,39 +8,24 @@ latent's int8 scale needs its whole row, so a second launch sums the parts, in a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import (
+    after_previous,
+    batch_stride,
+    dependent_launch,
+    next_power_of_2,
+    require_contiguous,
+    row_major,
+    stages,
+)
 from .reference import BLOCK, value_group
-
-
-def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is at least ``n``."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def stages(wanted: int) -> int:
-    """Pipeline stages of a launch: HIP's 64 KiB of shared memory hold two of our tiles."""
-    return min(wanted, 2) if torch.version.hip else wanted
-
-
-def row_major(x: Tensor, dims: int) -> Tensor:
-    """``x`` itself when its last ``dims`` dims are contiguous, else a contiguous copy."""
-    expected = 1
-    for size, stride in zip(reversed(x.shape[-dims:]), reversed(x.stride()[-dims:]), strict=True):
-        if size != 1 and stride != expected:
-            return x.contiguous()
-        expected *= size
-    return x
-
-
-def require_contiguous(**tensors: Tensor) -> None:
-    """State tensors are written in place, so they cannot be copied: say which one is laid out wrongly."""
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"sals kernels need a contiguous {name}; got strides {tuple(tensor.stride())}")
 
 
 @triton.jit
@@ -57,8 +42,10 @@ def _record_rows_kernel(
     cos, sin, block_cos, block_sin, ring_slots, new_cos, new_sin, slots,
     total, queries, window, cos_b, cos_l, sin_b, sin_l, slots_p,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, position batch): writes the token's row and ring entry; with MEANS also the mean of its block."""
+    after_previous(PDL)
     token = tl.program_id(0)
     p = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + p * slots_p + token)
@@ -91,9 +78,10 @@ def _record_rows_kernel(
 @triton.jit
 def _block_means_kernel(
     cos, sin, block_cos, block_sin,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block of any position batch): the means over its rows."""
+    after_previous(PDL)
     block = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DIM_PAD)
     stored = (block * BLOCK + tl.arange(0, BLOCK)[:, None]) * DIM + d[None, :]
@@ -132,18 +120,15 @@ def record_rows(
     _record_rows_kernel[(queries, batch)](
         cos, sin, block_cos, block_sin, ring_slots, new_cos, new_sin, slots,
         total, queries, ring_slots.shape[1],
-        _batch_stride(new_cos), new_cos.stride(1), _batch_stride(new_sin), new_sin.stride(1), _batch_stride(slots),
-        DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, MEANS=means, num_warps=8
+        batch_stride(new_cos), new_cos.stride(1), batch_stride(new_sin), new_sin.stride(1), batch_stride(slots),
+        DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, MEANS=means, num_warps=8,
+        **dependent_launch(cos.device),
     )  # fmt: skip
     if not means and dim:
         _block_means_kernel[(cos.shape[0] * (total // BLOCK),)](
-            cos, sin, block_cos, block_sin, DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, num_warps=4
+            cos, sin, block_cos, block_sin, DIM=dim, DIM_PAD=pad, BLOCK=BLOCK, num_warps=4,
+            **dependent_launch(cos.device),
         )  # fmt: skip
-
-
-def _batch_stride(x: Tensor) -> int:
-    """Stride of dim 0, or 0 when one entry is shared by the batch."""
-    return 0 if x.shape[0] == 1 else x.stride(0)
 
 
 # ---- encode ----------------------------------------------------------------------------------------------------------
@@ -157,21 +142,40 @@ def _encode_kernel(
     E: tl.constexpr, R: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr,
     BITS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_R: tl.constexpr, TILE_E: tl.constexpr, SPLIT_E: tl.constexpr, TILE_V: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (job)."""
+    after_previous(PDL)
+    encode_job(
+        value_codes, value_scales, ring_key, ring_value, key_pre, key, value, encoder, value_transform, slots, parts,
+        tl.program_id(0), tokens, queries, total, window, slots_p,
+        pre_b, pre_l, key_b, key_l, key_n, value_b, value_l, value_n,
+        E, R, N, D, D_PAD, GROUP, BITS, TILE_M, TILE_R, TILE_E, SPLIT_E, TILE_V, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def encode_job(
+    value_codes, value_scales, ring_key, ring_value, key_pre, key, value, encoder, value_transform, slots, parts,
+    job, tokens, queries, total, window, slots_p,
+    pre_b, pre_l, key_b, key_l, key_n, value_b, value_l, value_n,
+    E: tl.constexpr, R: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_R: tl.constexpr, TILE_E: tl.constexpr, SPLIT_E: tl.constexpr, TILE_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (job): first the latent jobs, then the value jobs."""
+    """First the latent jobs, then the value jobs."""
     R_TILES: tl.constexpr = (R + TILE_R - 1) // TILE_R
     latent_jobs = tl.cdiv(tokens, TILE_M) * (R_TILES * SPLIT_E)
-    program = tl.program_id(0)
-    if program < latent_jobs:
+    if job < latent_jobs:
         _encode_latents(
-            key_pre, encoder, parts, program, tokens, queries, pre_b, pre_l,
+            key_pre, encoder, parts, job, tokens, queries, pre_b, pre_l,
             E, R, R_TILES, TILE_M, TILE_R, TILE_E, SPLIT_E, PRECISION,
         )  # fmt: skip
     else:
         _encode_values(
             value_codes, value_scales, ring_key, ring_value, key, value, value_transform, slots,
-            (program - latent_jobs) * TILE_V + tl.arange(0, TILE_V),
+            (job - latent_jobs) * TILE_V + tl.arange(0, TILE_V),
             tokens, queries, total, window, slots_p, key_b, key_l, key_n, value_b, value_l, value_n,
             N, D, D_PAD, GROUP, BITS, TILE_V, PRECISION,
         )  # fmt: skip
@@ -204,10 +208,21 @@ def _encode_latents(
 @triton.jit
 def _quantize_kernel(
     parts, codes, scales, slots, tokens, queries, total, slots_p,
+    R: tl.constexpr, R_PAD: tl.constexpr, SPLIT_E: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token)."""
+    after_previous(PDL)
+    quantize(
+        parts, codes, scales, slots, tl.program_id(0), tokens, queries, total, slots_p, R, R_PAD, SPLIT_E, QUANTIZED
+    )
+
+
+@triton.jit
+def quantize(
+    parts, codes, scales, slots, m, tokens, queries, total, slots_p,
     R: tl.constexpr, R_PAD: tl.constexpr, SPLIT_E: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """Program (token): the sum of its parts, quantised."""
-    m = tl.program_id(0)
+    """A token's latent: the sum of its parts, quantised."""
     b = (m // queries).to(tl.int64)
     slot = tl.load(slots + b * slots_p + m % queries)
     r = tl.arange(0, R_PAD)
@@ -284,7 +299,27 @@ def _encode_values(
             tl.store(at, packed.to(tl.int32).to(tl.uint8), mask=live[:, None] & (j < D // 2)[None, :])
 
 
-def encode(
+@dataclass(frozen=True)
+class Jobs:
+    """How a call's encoding is cut: the programs of its two launches, and their arguments."""
+
+    jobs: int
+    tokens: int
+    parts: Tensor
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    quantize_arguments: tuple[Any, ...]
+    quantize_constants: dict[str, Any]
+    stages: int
+
+    def own_constants(self) -> dict[str, Any]:
+        """The constants of an encoding job that a projection does not share, by their names in a common kernel."""
+        shared = {"N", "D", "D_PAD", "PRECISION"}
+        renamed = {"TILE_M": "ENCODE_M", "TILE_R": "ENCODE_R", "TILE_E": "ENCODE_E"}
+        return {renamed.get(name, name): value for name, value in self.constants.items() if name not in shared}
+
+
+def plan_encode(
     codes: Tensor,
     scales: Tensor,
     value_codes: Tensor,
@@ -297,8 +332,8 @@ def encode(
     encoder: Tensor,
     value_transform: Tensor,
     slots: Tensor,
-) -> None:
-    """See ``reference.encode``."""
+) -> Jobs:
+    """Arguments as of ``reference.encode``."""
     require_contiguous(
         codes=codes, scales=scales, value_codes=value_codes, value_scales=value_scales, ring_key=ring_key,
         ring_value=ring_value,
@@ -318,20 +353,51 @@ def encode(
     tile_e = max(16, min(128 if decode else 64, next_power_of_2(joint)))
     split = max(1, min(8, joint // 256)) if decode else 1
     tiles = -(-tokens // tile_m)
-    jobs = tiles * (-(-rank // tile_r)) * split
     tile_v = 16 if decode else 32
     parts = torch.empty((split, tokens, rank), dtype=torch.float32, device=codes.device)
-    _encode_kernel[(jobs + -(-tokens * kv_heads // tile_v),)](
-        value_codes, value_scales, ring_key, ring_value, key_pre, key, value, encoder, value_transform, slots, parts,
-        tokens, queries, codes.shape[1], ring_key.shape[1], _batch_stride(slots),
-        key_pre.stride(0), key_pre.stride(1), key.stride(0), key.stride(1), key.stride(2),
-        value.stride(0), value.stride(1), value.stride(2),
-        E=joint, R=rank, N=kv_heads, D=dim, D_PAD=max(16, next_power_of_2(dim)), GROUP=value_group(dim),
-        BITS=bits, TILE_M=tile_m, TILE_R=tile_r, TILE_E=tile_e, SPLIT_E=split, TILE_V=tile_v,
-        PRECISION="tf32" if half_precision else "ieee",
-        num_warps=4, num_stages=stages(3) if decode else 2,
+    total, slots_p = codes.shape[1], batch_stride(slots)
+    return Jobs(
+        jobs=tiles * (-(-rank // tile_r)) * split + -(-tokens * kv_heads // tile_v),
+        tokens=tokens,
+        parts=parts,
+        arguments=(
+            value_codes, value_scales, ring_key, ring_value, key_pre, key, value, encoder, value_transform, slots,
+            parts, tokens, queries, total, ring_key.shape[1], slots_p,
+            key_pre.stride(0), key_pre.stride(1), key.stride(0), key.stride(1), key.stride(2),
+            value.stride(0), value.stride(1), value.stride(2),
+        ),
+        constants={
+            "E": joint, "R": rank, "N": kv_heads, "D": dim, "D_PAD": max(16, next_power_of_2(dim)),
+            "GROUP": value_group(dim), "BITS": bits, "TILE_M": tile_m, "TILE_R": tile_r, "TILE_E": tile_e,
+            "SPLIT_E": split, "TILE_V": tile_v, "PRECISION": "tf32" if half_precision else "ieee",
+        },
+        quantize_arguments=(parts, codes, scales, slots, tokens, queries, total, slots_p),
+        quantize_constants={
+            "R": rank, "R_PAD": next_power_of_2(rank), "SPLIT_E": split, "QUANTIZED": codes.dtype == torch.int8,
+        },
+        stages=stages(3) if decode else 2,
     )  # fmt: skip
-    _quantize_kernel[(tokens,)](
-        parts, codes, scales, slots, tokens, queries, codes.shape[1], _batch_stride(slots),
-        R=rank, R_PAD=next_power_of_2(rank), SPLIT_E=split, QUANTIZED=codes.dtype == torch.int8, num_warps=4,
+
+
+def encode(
+    codes: Tensor,
+    scales: Tensor,
+    value_codes: Tensor,
+    value_scales: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    key_pre: Tensor,
+    key: Tensor,
+    value: Tensor,
+    encoder: Tensor,
+    value_transform: Tensor,
+    slots: Tensor,
+) -> None:
+    """See ``reference.encode``."""
+    plan = plan_encode(
+        codes, scales, value_codes, value_scales, ring_key, ring_value, key_pre, key, value, encoder, value_transform,
+        slots,
     )  # fmt: skip
+    after = dependent_launch(codes.device)
+    _encode_kernel[(plan.jobs,)](*plan.arguments, **plan.constants, num_warps=4, num_stages=plan.stages, **after)
+    _quantize_kernel[(plan.tokens,)](*plan.quantize_arguments, **plan.quantize_constants, num_warps=4, **after)

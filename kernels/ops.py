@@ -48,6 +48,13 @@ SCHEMAS: dict[str, str] = {
         f"Tensor value_transform, {_MODIFIER}, float scale, str rotary, Tensor? sink_logits=None, "
         "Tensor? decoder_codes=None, Tensor? decoder_scales=None) -> Tensor"
     ),
+    "decode": (
+        "(Tensor(a!) codes, Tensor(b!) scales, Tensor(c!) value_codes, Tensor(d!) value_scales, Tensor(e!) ring_key, "
+        "Tensor(f!) ring_value, Tensor query, Tensor key_pre, Tensor key, Tensor value, Tensor encoder, "
+        "Tensor decoder, Tensor value_transform, Tensor slots, Tensor ring_slots, Tensor cos, Tensor sin, "
+        f"Tensor block_cos, Tensor block_sin, {_MODIFIER}, int capacity, int score_rank, int sinks, str rotary, int k, "
+        "float scale, Tensor? sink_logits=None, Tensor? decoder_codes=None, Tensor? decoder_scales=None) -> Tensor"
+    ),
     "reconstruct": (
         f"(Tensor query, {_LATENTS}, {_RING}, Tensor cos, Tensor sin, Tensor decoder, Tensor value_transform, "
         f"{_MODIFIER}, int capacity, float scale, str rotary, Tensor? sink_logits=None) -> Tensor"
@@ -117,6 +124,11 @@ def _fake_like_query(query: Tensor, *_: Any, **__: Any) -> Tensor:
     return query.new_empty(query.shape)
 
 
+def _fake_decode(*arguments: Any, **named: Any) -> Tensor:
+    query = named["query"] if "query" in named else arguments[6]
+    return query.new_empty(query.shape)
+
+
 def _fake_value_width(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
@@ -179,6 +191,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "select": _fake_select,
     "score_select": _fake_score_select,
     "attend": _fake_like_query,
+    "decode": _fake_decode,
     "reconstruct": _fake_like_query,
     "materialize": _fake_materialize,
     "dense_attention": _fake_value_width,

@@ -24,16 +24,15 @@ from torch import Tensor
 from . import codegen, reference
 from .dense import (
     LOG2E,
-    capability,
     combine,
     dense_attention,
     flags,
-    multiprocessors,
     power_of_two,
     precision,
     rows_last,
     split_count,
 )
+from .launch import capability, multiprocessors
 
 #: Query rows (tokens times heads of a group) up to which rebuilding each token once a call beats writing it out.
 FUSED_ROWS = 64

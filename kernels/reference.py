@@ -636,6 +636,83 @@ def attend(
     return out.flatten(2, 3).to(query.dtype).contiguous()
 
 
+def decode(
+    codes: Tensor,
+    scales: Tensor,
+    value_codes: Tensor,
+    value_scales: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    query: Tensor,
+    key_pre: Tensor,
+    key: Tensor,
+    value: Tensor,
+    encoder: Tensor,
+    decoder: Tensor,
+    value_transform: Tensor,
+    slots: Tensor,
+    ring_slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    block_cos: Tensor,
+    block_sin: Tensor,
+    modifier: str,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    capacity: int,
+    score_rank: int,
+    sinks: int,
+    rotary: str,
+    k: int,
+    scale: float,
+    sink_logits: Tensor | None = None,
+    decoder_codes: Tensor | None = None,
+    decoder_scales: Tensor | None = None,
+) -> Tensor:
+    """A whole decode step of a site: :func:`encode`, :func:`score_select` (sums over heads of the rotated query), then
+    :func:`attend`; in one operator so that kernels can run side by side what needs nothing of each other.
+    :func:`record_rows` has noted the call's slots before.
+    """
+    latents = (codes, scales, value_codes, value_scales, ring_key, ring_value)
+    encode(*latents, key_pre, key, value, encoder, value_transform, slots)
+    chosen = score_select(
+        query,
+        codes,
+        scales,
+        decoder,
+        block_cos,
+        block_sin,
+        ring_slots,
+        slots,
+        modifier,
+        tensors,
+        integers,
+        capacity,
+        score_rank,
+        sinks,
+        rotary,
+        k,
+    )
+    return attend(
+        query,
+        chosen,
+        *latents,
+        ring_slots,
+        cos,
+        sin,
+        decoder,
+        value_transform,
+        modifier,
+        tensors,
+        integers,
+        scale,
+        rotary,
+        sink_logits,
+        decoder_codes,
+        decoder_scales,
+    )
+
+
 def reconstruct(
     query: Tensor,
     codes: Tensor,

@@ -1,18 +1,18 @@
-"""Triton kernels of ``sals::select``: the exact top-k of each row of scores, as ascending indices.
+"""Triton kernel of ``sals::select``: the exact top-k of each row of scores, as ascending indices.
 
 The k-th largest *maximum* of disjoint groups of tokens is a lower bound on the k-th largest score: k groups reach it,
-each with a token. With twice as many groups as wanted tokens, or more, hardly more tokens than wanted reach it. So:
+each with a token. With several times as many groups as wanted tokens, hardly more tokens than wanted reach it. So:
 
 1. the maxima of groups of a few tokens are left by the score kernel's epilogue (or found here by a kernel of their
    own);
-2. one program a row bounds the k-th score by the leading 16 bits of the k-th maximum, found two bits at a time by
-   counting;
-3. it reads the scores of the groups that reach the bound (about k), compacts the tokens that do (a few hundred), finds
-   the k-th largest key among them, gives ties to the lower index by counting, and writes the indices.
+2. every program of a row, which has a chunk of its tokens, bounds the k-th score by the leading 16 bits of the k-th
+   maximum, found two bits at a time by counting, and compacts the tokens of its chunk that reach the bound;
+3. the last program of the row to arrive finds the k-th largest key among them (a few hundred), gives ties to the lower
+   index by counting, and writes the indices.
 
-Compaction keeps the order of indices, so nothing is sorted, and nothing is atomic, so the result is deterministic. Any
-row is exact: where more groups or tokens reach the bound than registers hold (constant rows), the row is streamed once
-for every two bits.
+Compaction keeps the order of indices, so nothing is sorted, and which program is the last changes nothing: the result
+is deterministic. Any row is exact: where more tokens reach the bound than registers hold (constant rows), the row is
+streamed once for every two bits.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .encode import next_power_of_2
+from .encode import Jobs
+from .launch import after_previous, dependent_launch, next_power_of_2
 from .score import order_of, score
 
 LEAST = tl.constexpr(-2147483648)
-SELECT_WARPS = 8
+
+#: Tokens of a program, its warps, and limits of what registers hold: maxima of a row, and tokens that reach the bound.
+CHUNK, SELECT_WARPS, MOST_GROUPS, MOST_HELD = 4096, 8, 8192, 4096
 
 
 @triton.jit
-def _maxima_kernel(scores, maxima, total, groups, TILE: tl.constexpr, GROUP: tl.constexpr):
+def _maxima_kernel(scores, maxima, arrived, total, groups, TILE: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr):
     """Program (tile, row): the largest key of each group of the tile."""
+    after_previous(PDL)
+    if tl.program_id(0) == 0:
+        tl.store(arrived + tl.program_id(1), 0)
     row = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * TILE + tl.arange(0, TILE)
     keys = order_of(tl.load(scores + row * total + t, mask=t < total, other=float("-inf")))
@@ -43,48 +49,76 @@ def _maxima_kernel(scores, maxima, total, groups, TILE: tl.constexpr, GROUP: tl.
 
 @triton.jit
 def _select_kernel(
-    scores, maxima, scratch, out, total, groups, k,
-    GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr, PICKS: tl.constexpr, HELD: tl.constexpr, K_PAD: tl.constexpr,
+    scores, maxima, pairs, counts, arrived, out, total, groups, k,
+    GROUPS_PAD: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+    HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row). ``scratch [rows, PICKS + 2 * HELD]`` int32."""
-    row = tl.program_id(0).to(tl.int64)
+    """Program (chunk, row). ``pairs [rows, CHUNKS, 2, HELD]``, ``counts [rows, CHUNKS]``, ``arrived [rows]``: int32.
+
+    ``arrived`` is zero before the launch.
+    """
+    after_previous(PDL)
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
     scores += row * total
-    scratch += row * (PICKS + 2 * HELD)
+    pairs += row * (CHUNKS * 2 * HELD)
+    counts += row * CHUNKS
     out += row * k
+    keys = _row_keys(scores, chunk * CHUNK, total, CHUNK)
     g = tl.arange(0, GROUPS_PAD)
     tops = tl.load(maxima + row * groups + g, mask=g < groups, other=LEAST)
     # -- a bound that k maxima reach, two bits at a time, until hardly more do; -inf and NaN (LEAST) never count
-    bound = tl.full((), LEAST, tl.int32)
-    unit = tl.full((), 1 << 30, tl.int32)
-    reached = total
+    limit = tl.full((), LEAST, tl.int64)
+    unit = tl.full((), 1 << 30, tl.int64)
+    reached = groups
+    largest = tl.max(tops, axis=0)
     while (unit >= 1 << 14) & (reached > k + k // 8):
-        digit, reached = _digits(tops, bound, unit, k, reached)
-        bound += digit * unit
+        if limit + unit <= largest:
+            digit, reached = _digits(tops, limit, unit, k, reached)
+            limit += digit * unit
         unit = unit >> 2
-    bound = tl.maximum(bound, LEAST + 1)
-    picked = tops >= bound
-    picks = tl.sum(picked.to(tl.int32), axis=0)
-    found = 0
-    if picks <= PICKS:
-        found = _gather(scores, scratch, picked, picks, bound, total, GROUP, GROUPS_PAD, PICKS, HELD)
-    if (picks <= PICKS) & (found <= HELD):
-        _finish(scratch + PICKS, out, found, bound, k, HELD)
-    else:
-        _finish_streamed(scores, out, total, k, HELD)
-        found = k
-    pad = tl.arange(0, K_PAD)
-    tl.store(out + pad, tl.full((K_PAD,), -1, tl.int32), mask=(pad >= found) & (pad < k))
+    bound = tl.maximum(limit, LEAST + 1).to(tl.int32)
+    # -- this chunk's tokens that reach it; what does not fit is not stored, and the row is streamed instead
+    live = keys >= bound
+    place = tl.cumsum(live.to(tl.int32), axis=0) - 1
+    here = pairs + chunk * (2 * HELD) + place
+    kept = live & (place < HELD)
+    tl.store(here, keys, mask=kept)
+    tl.store(here + HELD, chunk * CHUNK + tl.arange(0, CHUNK), mask=kept)
+    tl.store(counts + chunk, tl.sum(live.to(tl.int32), axis=0))
+    # Every thread has stored before the program says that it has arrived.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:
+        c = tl.arange(0, CHUNKS_PAD)
+        found_in = tl.load(counts + c, mask=c < CHUNKS, other=0, cache_modifier=".cg")
+        found = tl.sum(found_in, axis=0)
+        if found <= HELD:
+            # Candidate i lies in the chunk behind those that end at or before i.
+            i = tl.arange(0, HELD)
+            behind = (i[:, None] >= tl.cumsum(found_in, axis=0)[None, :]) & (c < CHUNKS)[None, :]
+            at = pairs + i + tl.sum(tl.where(behind, (2 * HELD - found_in)[None, :], 0), axis=1)
+            held = i < found
+            key = tl.load(at, mask=held, other=LEAST, cache_modifier=".cg")
+            index = tl.load(at + HELD, mask=held, other=-1, cache_modifier=".cg")
+            _finish(key, index, out, found, bound, 4 * unit, k, HELD)
+        else:
+            _finish_streamed(scores, out, total, k, HELD)
+        for start in range(found, k, HELD):
+            pad = start + tl.arange(0, HELD)
+            tl.store(out + pad, tl.full((HELD,), -1, tl.int32), mask=pad < k)
 
 
 @triton.jit
 def _digits(keys, limit, unit, k, reached):
     """The largest of 0 .. 3 such that ``k`` keys or more reach ``limit + digit * unit``, and how many reach that.
 
-    Three counts packed in one sum; ``reached`` is the count at ``limit``.
+    ``limit`` and ``unit`` are int64, ``reached`` is the count at ``limit``. No key is 2**31 - 1.
     """
-    packed = (keys >= limit + unit).to(tl.int64)
-    packed += (keys >= limit + 2 * unit).to(tl.int64) << 20
-    packed += (keys >= limit + 3 * unit).to(tl.int64) << 40
+    most = tl.full((), 2147483647, tl.int64)
+    # Three counts in one sum.
+    packed = (keys >= tl.minimum(limit + unit, most).to(tl.int32)).to(tl.int64)
+    packed += (keys >= tl.minimum(limit + 2 * unit, most).to(tl.int32)).to(tl.int64) << 20
+    packed += (keys >= tl.minimum(limit + 3 * unit, most).to(tl.int32)).to(tl.int64) << 40
     packed = tl.sum(packed, axis=0)
     one = (packed & 0xFFFFF).to(tl.int32)
     two = ((packed >> 20) & 0xFFFFF).to(tl.int32)
@@ -94,42 +128,18 @@ def _digits(keys, limit, unit, k, reached):
 
 
 @triton.jit
-def _gather(scores, scratch, picked, picks, bound, total, GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr,
-            PICKS: tl.constexpr, HELD: tl.constexpr):  # fmt: skip
-    """Compact the (key, index) of every token that reaches the bound behind the PICKS group numbers; their number."""
-    tl.store(scratch + tl.cumsum(picked.to(tl.int32), axis=0) - 1, tl.arange(0, GROUPS_PAD), mask=picked)
-    tl.debug_barrier()
-    i = tl.arange(0, PICKS)
-    group = tl.load(scratch + i, mask=i < picks, other=0, cache_modifier=".cg")
-    t = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    keys = order_of(tl.load(scores + t, mask=(i < picks)[:, None] & (t < total), other=float("-inf")))
-    keys = tl.reshape(keys, (PICKS * GROUP,))
-    t = tl.reshape(t, (PICKS * GROUP,))
-    reached = keys >= bound
-    place = tl.cumsum(reached.to(tl.int32), axis=0) - 1
-    found = tl.sum(reached.to(tl.int32), axis=0)
-    # More than fit are not stored: the caller streams the row instead.
-    held = reached & (place < HELD)
-    tl.store(scratch + PICKS + 2 * place, keys, mask=held)
-    tl.store(scratch + PICKS + 2 * place + 1, t, mask=held)
-    tl.debug_barrier()
-    return found
-
-
-@triton.jit
-def _finish(pairs, out, found, bound, k, HELD: tl.constexpr):
-    """Choose among at most HELD candidates, all in registers."""
-    i = tl.arange(0, HELD)
-    live = i < found
-    # Distances from the bound, which is below them all: few leading bits to try.
-    key = tl.load(pairs + 2 * i, mask=live, other=LEAST, cache_modifier=".cg").to(tl.int64) - bound
-    index = tl.load(pairs + 2 * i + 1, mask=live, other=-1, cache_modifier=".cg")
+def _finish(key, index, out, found, bound, unit, k, HELD: tl.constexpr):
+    """Choose among ``found`` candidates, all in registers, in the order of their indices."""
+    live = tl.arange(0, HELD) < found
+    # From the bound on, which is below them all. The k-th key is hardly ever 4 units or more above it.
+    key = tl.where(live, key, LEAST)
     span = tl.max(key, axis=0)
-    limit = tl.full((), 0, tl.int64)
-    unit = tl.full((), 1 << 30, tl.int64)
+    limit = bound.to(tl.int64)
+    if tl.sum((live & (key >= limit + 4 * unit)).to(tl.int32), axis=0) >= k:
+        unit = tl.full((), 1 << 30, tl.int64)
     reached = found
     while (unit >= 1) & (reached > k):
-        if unit <= span:
+        if limit + unit <= span:
             digit, reached = _digits(key, limit, unit, k, reached)
             limit += digit * unit
         unit = unit >> 2
@@ -178,24 +188,26 @@ def _row_keys(scores, first, total, TILE: tl.constexpr):
 
 
 def group_size(total: int, k: int) -> int:
-    """Tokens of a group: as many maxima to search as tokens to gather afterwards, more or less; at most 64."""
+    """Tokens of a group: four times as many groups as wanted tokens, or what registers hold; at most 64."""
     size = 1
-    while size < 64 and 2 * k * (2 * size) ** 2 <= 2 * total:
+    while size < 64 and (total // (2 * size) >= 4 * k or total > size * MOST_GROUPS):
         size *= 2
     return size
 
 
-def _select(scores: Tensor, maxima: Tensor, group: int, k: int) -> Tensor:
+def _select(scores: Tensor, maxima: Tensor, arrived: Tensor, k: int) -> Tensor:
     total, groups = scores.shape[-1], maxima.shape[1]
     rows = maxima.shape[0]
-    picks = next_power_of_2(k + k // 4)
-    held = 2 * picks
-    scratch = torch.empty((rows, picks + 2 * held), dtype=torch.int32, device=scores.device)
+    held = min(MOST_HELD, next_power_of_2(2 * k))
+    chunk = min(CHUNK, next_power_of_2(total))
+    chunks = triton.cdiv(total, chunk)
+    pairs = torch.empty((rows, chunks, 2, held), dtype=torch.int32, device=scores.device)
+    counts = torch.empty((rows, chunks), dtype=torch.int32, device=scores.device)
     out = torch.empty((*scores.shape[:-1], k), dtype=torch.int32, device=scores.device)
-    _select_kernel[(rows,)](
-        scores, maxima, scratch, out, total, groups, k,
-        GROUP=group, GROUPS_PAD=next_power_of_2(groups), PICKS=picks, HELD=held, K_PAD=next_power_of_2(k),
-        num_warps=SELECT_WARPS if groups > 2048 else 4,
+    _select_kernel[(chunks, rows)](
+        scores, maxima, pairs, counts, arrived, out, total, groups, k,
+        GROUPS_PAD=next_power_of_2(groups), CHUNK=chunk, CHUNKS=chunks, CHUNKS_PAD=next_power_of_2(chunks), HELD=held,
+        num_warps=SELECT_WARPS, **dependent_launch(scores.device),
     )  # fmt: skip
     return out
 
@@ -208,8 +220,11 @@ def select(scores: Tensor, k: int) -> Tensor:
     group = group_size(total, k)
     groups = triton.cdiv(total, group)
     maxima = torch.empty((rows, groups), dtype=torch.int32, device=scores.device)
-    _maxima_kernel[(triton.cdiv(total, 1024), rows)](scores, maxima, total, groups, TILE=1024, GROUP=group, num_warps=4)
-    return _select(scores, maxima, group, k)
+    arrived = torch.empty((rows,), dtype=torch.int32, device=scores.device)
+    _maxima_kernel[(triton.cdiv(total, 1024), rows)](
+        scores, maxima, arrived, total, groups, TILE=1024, GROUP=group, num_warps=4, **dependent_launch(scores.device)
+    )  # fmt: skip
+    return _select(scores, maxima, arrived, k)
 
 
 def score_select(
@@ -231,13 +246,16 @@ def score_select(
     k: int,
     head_score: str = "sum",
     scale: float = 1.0,
+    encoding: Jobs | None = None,
+    cleared: Tensor | None = None,
 ) -> Tensor:
-    """See ``reference.score_select``: the score kernel leaves the maxima."""
+    """See ``reference.score_select``: the score kernel leaves the maxima. The rest is for :func:`score`."""
     group = group_size(codes.shape[1], k)
     rows = query.shape[0] * query.shape[1]
     maxima = torch.empty((rows, codes.shape[1] // group), dtype=torch.int32, device=query.device)
+    arrived = torch.empty((rows,), dtype=torch.int32, device=query.device)
     scores = score(
         query, codes, scales, decoder, block_cos, block_sin, ring_slots, slots, modifier, tensors, integers,
-        capacity, score_rank, sinks, rotary, head_score, scale, maxima, group,
+        capacity, score_rank, sinks, rotary, head_score, scale, maxima, arrived, group, encoding, cleared,
     )  # fmt: skip
-    return _select(scores, maxima, group, k)
+    return _select(scores, maxima, arrived, k)

@@ -83,8 +83,13 @@ def compile_for(launch: Launch, backend: str, arch: int | str, warp_size: int) -
             attributes[path] = [["tt.divisibility", 16]]
         return "i32" if -(2**31) <= value < 2**31 else "i64"
 
+    arguments = dict(launch.arguments)
+    if "PDL" in arguments:
+        arguments["PDL"] = backend == "cuda" and int(arch) >= 90
+    if "STAGES" in arguments and backend == "hip":
+        arguments["STAGES"] = min(arguments["STAGES"], 2)
     for position, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments.get(parameter.name, parameter.default)
+        value = arguments.get(parameter.name, parameter.default)
         signature[parameter.name] = describe(value, (position,), parameter.is_constexpr)
     options = {k: v for k, v in launch.options.items() if k in ("num_warps", "num_stages", "maxnreg")}
     if backend == "hip":

@@ -89,6 +89,18 @@ def test_attend(preset: operator.Preset, int8: bool) -> None:
     assert torch.equal(found, attend.attend(*arguments))
 
 
+@presets
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+def test_decode_is_its_parts(preset: operator.Preset, int8: bool) -> None:
+    site, other = layer(preset), layer(preset)
+    site.int8 = other.int8 = int8
+    found = site.step()
+    assert torch.equal(found, other.separate_steps())
+    for name, tensor in site.state.items():
+        assert torch.equal(tensor, other.state[name]), name
+    assert torch.equal(found, site.step())
+
+
 def test_select_is_exact_on_any_row() -> None:
     scores = torch.randn(5, 32768, device="cuda")
     scores[1] = 0
@@ -125,4 +137,5 @@ def test_operators_reach_the_kernels() -> None:
 
     with mock.patch.object(dispatch, "launcher", launcher):
         layer(WITH_GROUPS).step()
-    assert {"encode", "score_select", "attend"} <= set(launched)
+        layer(WITH_GROUPS).separate_steps()
+    assert {"decode", "encode", "score_select", "attend"} <= set(launched)
