@@ -7,6 +7,10 @@ replays. Dense baselines run in the same process on caches of the same length: c
 
 Floors are what the stage must move or compute, over the rates that this machine reached when measured (see
 :data:`RATES`).
+
+After the table come the targets that the kernels are built to, each beside what this run measured: ratios of the best
+dense kernel to the whole step, the selection alone, dense decode by our own kernel, whole-sequence attention with one
+selection for each block of queries, growth with the context, and errors against the reference meaning in fp64.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -108,11 +113,14 @@ class Layer:
     def select(self) -> Tensor:
         return torch.ops.sals.select(self.scores, self.selected)
 
+    def select_512(self) -> Tensor:
+        return torch.ops.sals.select(self.scores, 512)
+
     def score_select(self) -> Tensor:
         return torch.ops.sals.score_select(*self._score_arguments(), self.selected)
 
-    def attend(self, indices: Tensor | None = None) -> Tensor:
-        return torch.ops.sals.attend(
+    def _attend_arguments(self, indices: Tensor | None) -> tuple[Any, ...]:
+        return (
             self.query, self.indices if indices is None else indices, self.state["codes"], self.state["scales"],
             self.state["value_codes"], self.state["value_scales"], self.state["ring_key"], self.state["ring_value"],
             self.rows["ring_slots"], self.rows["cos"], self.rows["sin"], self.decoder, self.transform, CAUSAL,
@@ -120,8 +128,30 @@ class Layer:
             self.decoder_codes if self.int8 else None, self.decoder_scales if self.int8 else None,
         )  # fmt: skip
 
+    def attend(self, indices: Tensor | None = None) -> Tensor:
+        return torch.ops.sals.attend(*self._attend_arguments(indices))
+
+    def error(self) -> float:
+        """Relative error of ``attend`` against the reference meaning in fp64, on the same state and tokens."""
+        found = self.attend()
+        # Everything that the reference does starts with `.float()`.
+        with mock.patch.object(Tensor, "float", Tensor.double):
+            expected = reference.attend(*self._attend_arguments(None))
+        return float((found - expected).norm() / expected.norm())
+
     def step(self) -> Tensor:
         """The whole sparse decode step of a site."""
+        state, rows = self.state, self.rows
+        return torch.ops.sals.decode(
+            *state.values(), self.query, self.key_pre, self.key, self.value, self.encoder, self.decoder, self.transform,
+            self.slots, rows["ring_slots"], rows["cos"], rows["sin"], rows["block_cos"], rows["block_sin"], CAUSAL,
+            [self.position], [], state["codes"].shape[1], self.preset.score_rank, SINKS, "half", self.selected,
+            self.preset.head_dim**-0.5, None, self.decoder_codes if self.int8 else None,
+            self.decoder_scales if self.int8 else None,
+        )  # fmt: skip
+
+    def separate_steps(self) -> Tensor:
+        """The same by three operators, which need nothing of each other's launches."""
         self.encode()
         return self.attend(self.score_select())
 
@@ -297,6 +327,8 @@ class Row:
     floors: dict[str, float]
     dense: dict[str, float] = field(default_factory=dict)
     int8: bool = True
+    error: float = math.nan
+    repeats: bool = False
 
     @property
     def best_dense(self) -> float | None:
@@ -326,13 +358,120 @@ def measure(preset: Preset, size: str, dense: Sequence[str], int8: bool, budget:
         layer.indices = layer.select()
     stages = {
         name: time_graph([getattr(layer, name) for layer in layers])
-        for name in ("encode", "score", "select", "score_select", "attend", "step")
+        for name in ("encode", "score", "select", "select_512", "score_select", "attend", "separate_steps", "step")
     }
     stages["total"] = stages.pop("step")
     needed = {k: v["us"] for k, v in floors(preset, batch, tokens, budget - WINDOW, int8).items()}
-    del layers
+    error, repeats = layers[0].error(), torch.equal(layers[0].step(), layers[0].step())
+    del layers, layer
     torch.cuda.empty_cache()
-    return Row(preset.name, size, stages, needed, dense_baselines(preset, batch, tokens, device, dense), int8)
+    measured = dense_baselines(preset, batch, tokens, device, dense)
+    return Row(preset.name, size, stages, needed, measured, int8, error, repeats)
+
+
+def stateless(tokens: int = 32768, attended: int = 2048, query_block: int = 64) -> dict[str, float]:
+    """Milliseconds of causal whole-sequence attention, B=1, 32/8/128: ours (selection included), and dense kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    preset, device = PRESETS["gqa"], torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+    query = normal(1, tokens, preset.heads, preset.head_dim)
+    key_pre, key, value = (normal(1, tokens, preset.kv_heads, preset.head_dim) for _ in range(3))
+    rows = shared_rows(tokens, preset.head_dim, device, torch.bfloat16)
+    encoder, decoder = normal(preset.joint, preset.score_rank), normal(preset.score_rank, preset.joint)
+    modifier: tuple[str, list[Tensor], list[int]] = (CAUSAL, [torch.tensor(0, device=device)], [])
+
+    def ours() -> Tensor:
+        chosen = torch.ops.sals.block_select(
+            query, key_pre, rows["cos"], rows["sin"], encoder, decoder, *modifier, query_block, attended, SINKS, WINDOW,
+            "half",
+        )  # fmt: skip
+        return torch.ops.sals.block_attend(query, key, value, chosen, *modifier, query_block, preset.head_dim**-0.5)
+
+    def dense(backend: SDPBackend) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
+                )
+
+        return run
+
+    found = {"ours": time_graph([ours], 5) / 1e3}
+    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        try:
+            found[name] = time_graph([dense(backend)], 5) / 1e3
+        except RuntimeError as error:
+            print(f"{name}: does not run here ({str(error).splitlines()[0][:120]})", file=sys.stderr)
+    return found
+
+
+def dense_decode(preset: Preset, size: str = "8x32k") -> float:
+    """Microseconds of dense decode by our kernel: a mask that bounds the keys, read on the device."""
+    batch, tokens = SIZES[size]
+    device = torch.device("cuda")
+    shape = (batch, tokens, preset.kv_heads, preset.head_dim)
+    query = torch.randn(batch, 1, preset.heads, preset.head_dim, dtype=torch.bfloat16, device=device)
+    position = torch.tensor(tokens - 1, device=device)
+    caches = [[torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2)] for _ in range(2)]
+    return time_graph(
+        [
+            partial(
+                torch.ops.sals.dense_attention, query, key, value, CAUSAL, [position], [], preset.head_dim**-0.5
+            )
+            for key, value in caches
+        ]
+    )  # fmt: skip
+
+
+#: Least ratios of the best dense kernel to the whole step, by preset and size.
+RATIOS = {
+    "gqa": {"16x4k": 2.5, "8x32k": 5.7, "1x128k": 5.7},
+    "mha": {"16x4k": 3.0, "8x32k": 8.0, "1x128k": 8.0},
+}
+
+
+def targets(rows: Sequence[Row], others: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
+    """What is asked, the least or most that will do, what was measured, and whether that does."""
+    lines: list[tuple[str, str, str, bool]] = []
+    names = {preset.name: name for name, preset in PRESETS.items()}
+    for row in rows:
+        rebuild = "int8" if row.int8 else "bf16"
+        least = RATIOS[names[row.shape]].get(row.size)
+        if least and row.ratio:
+            what = f"{row.shape} {row.size}, {rebuild} rebuild: best dense / step"
+            lines.append((what, f"≥ {least}", f"{row.ratio:.2f}", row.ratio >= least))
+        if row.size == "16x4k" and row.shape == PRESETS["mha"].name and "flash" in row.dense:
+            ratio = row.dense["flash"] / row.stages["total"]
+            lines.append((f"{row.shape} {row.size}, {rebuild}: flash / step", "≥ 5.7", f"{ratio:.2f}", ratio >= 5.7))
+        lines.append((f"{row.shape} {row.size}, {rebuild}: error", "≤ 1e-2", f"{row.error:.1e}", row.error <= 1e-2))
+        lines.append((f"{row.shape} {row.size}, {rebuild}: twice the same", "yes", str(row.repeats), row.repeats))
+        if row.int8 and row.size in ("8x32k", "1x128k"):
+            time = row.stages["select_512"]
+            lines.append((f"{row.shape} {row.size}: select of 512, µs", "≤ 12", f"{time:.1f}", time <= 12))
+    by_size = {(row.shape, row.size, row.int8): row for row in rows}
+    for shape, size, int8 in by_size:
+        if size == "1x128k" and (shape, "1x32k", int8) in by_size:
+            short, long = by_size[shape, "1x32k", int8], by_size[shape, size, int8]
+            growth = long.stages["total"] / short.stages["total"]
+            dense = long.best_dense / short.best_dense if long.best_dense and short.best_dense else math.nan
+            what = f"{shape} 1x32k to 1x128k, {'int8' if int8 else 'bf16'}: growth (dense: {dense:.1f})"
+            lines.append((what, "< 2", f"{growth:.2f}", growth < 2))
+    for name, time in others.get("dense_decode", {}).items():
+        best = min((r.best_dense for r in rows if r.shape == name and r.size == "8x32k" and r.best_dense), default=None)
+        if best:
+            lines.append((f"{name} 8x32k: our dense / best dense", "≤ 1.15", f"{time / best:.2f}", time <= 1.15 * best))
+    if "stateless" in others:
+        times = dict(others["stateless"])
+        ours = times.pop("ours")
+        if times:
+            ratio = min(times.values()) / ours
+            lines.append(("32/8/128 1x32k, T=2048, stateless: best dense / ours", "≥ 3", f"{ratio:.2f}", ratio >= 3))
+    return lines
 
 
 def environment() -> dict[str, str]:
@@ -361,6 +500,7 @@ def show(rows: Sequence[Row], about: dict[str, str]) -> None:
         "encode",
         "score+select",
         "attend",
+        "three ops",
         "total",
         "total/floor",
         *dense,
@@ -375,12 +515,26 @@ def show(rows: Sequence[Row], about: dict[str, str]) -> None:
         table.add_row(
             row.shape, row.size, "int8" if row.int8 else "bf16",
             stage("encode", row.floors["encode"]), stage("score_select", row.floors["score"]),
-            stage("attend", row.floors["attend"]), f"{row.stages['total']:.1f}",
+            stage("attend", row.floors["attend"]), f"{row.stages['separate_steps']:.1f}",
+            f"{row.stages['total']:.1f}",
             f"{row.stages['total'] / row.floors['total']:.1f}",
             *(f"{row.dense[name]:.1f}" if name in row.dense else "–" for name in dense),
             f"{row.ratio:.2f}" if row.ratio else "–",
         )  # fmt: skip
     Console(width=180 if not sys.stdout.isatty() else None).print(table)
+
+
+def show_targets(lines: Sequence[tuple[str, str, str, bool]]) -> None:
+    """A table of what is asked and what was measured."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="targets")
+    for column in ("what", "target", "measured", "met"):
+        table.add_column(column)
+    for what, target, measured, met in lines:
+        table.add_row(what, target, measured, "yes" if met else "NO")
+    Console(width=120 if not sys.stdout.isatty() else None).print(table)
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
@@ -411,12 +565,15 @@ def parser() -> argparse.ArgumentParser:
     """The command's options."""
     arguments = argparse.ArgumentParser(prog="sals bench operator", description=__doc__.split("\n")[0])
     arguments.add_argument("--presets", nargs="+", default=list(PRESETS), choices=list(PRESETS))
-    arguments.add_argument("--sizes", nargs="+", default=["16x4k", "8x32k", "1x128k"], choices=list(SIZES))
+    arguments.add_argument("--sizes", nargs="+", default=["16x4k", "8x32k", "1x32k", "1x128k"], choices=list(SIZES))
     arguments.add_argument("--dense", nargs="*", default=["cudnn", "flash", "flex"], choices=["cudnn", "flash", "flex"])
     arguments.add_argument(
         "--budget", type=int, default=512, help="tokens attended per query, the recent window included"
     )
     arguments.add_argument("--rebuild", nargs="+", default=["bf16", "int8"], choices=["int8", "bf16"])
+    arguments.add_argument(
+        "--stateless", action=argparse.BooleanOptionalAction, default=True, help="also whole-sequence attention"
+    )
     arguments.add_argument("--json", metavar="FILE", help="write the figures here")
     arguments.add_argument("--plot", metavar="FILE", help="write a bar chart here (needs matplotlib)")
     return arguments
@@ -442,10 +599,23 @@ def run(argv: Sequence[str] | None = None) -> int:
                 row = measure(PRESETS[name], size, dense, rebuild == "int8", options.budget)
                 row.dense = row.dense or rows[-1].dense
                 rows.append(row)
+    others: dict[str, Any] = {}
+    if "8x32k" in options.sizes:
+        others["dense_decode"] = {PRESETS[name].name: dense_decode(PRESETS[name]) for name in options.presets}
+    if options.stateless:
+        others["stateless"] = stateless()
     show(rows, about)
+    lines = targets(rows, others)
+    show_targets(lines)
     if options.json:
+        measured = {
+            "environment": about,
+            "rows": [asdict(r) | {"ratio": r.ratio} for r in rows],
+            "targets": lines,
+            **others,
+        }
         with open(options.json, "w") as file:
-            json.dump({"environment": about, "rows": [asdict(r) | {"ratio": r.ratio} for r in rows]}, file, indent=1)
+            json.dump(measured, file, indent=1)
     if options.plot:
         plot(rows, options.plot)
     return 0
