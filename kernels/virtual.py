@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 UNTOUCHABLE = (
-    "a SalsCache holds no keys and values that could be read: they exist only as latents, for the graphs that "
-    "backend='sals' compiles. Run every forward pass, the prefill too, through the compiled model "
+    "this KV cache (SalsCache, LatentCache) holds no keys and values that could be read: they exist only as latents, "
+    "for the graphs that backend='sals' compiles. Run every forward pass, the prefill too, through the compiled model "
     "(model.forward = torch.compile(model.forward, backend='sals'), or generate(..., compile_config=..., "
-    "prefill_chunk_size=...)), or use transformers' StaticCache"
+    "prefill_chunk_size=...)), or use a static cache (transformers: StaticCache)"
 )
 
 
@@ -42,6 +42,12 @@ def blank_buffers() -> Iterator[None]:
         yield
     finally:
         _blank.reset(token)
+
+
+def write(handle: Tensor, new: Tensor, slots: Tensor, capacity: int) -> Tensor:
+    """The virtual buffer ``[B, N, capacity, D]`` of ``handle``, with ``new [B, N, L, D]`` at ``slots [L]``."""
+    buffer = torch.ops.sals.virtual_buffer(handle, new, int(new.shape[0]), capacity)
+    return torch.index_copy(buffer, 2, slots, new)
 
 
 def _fake_virtual_buffer(handle: Tensor, new: Tensor, batch: int, capacity: int) -> Tensor:

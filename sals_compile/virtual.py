@@ -45,10 +45,29 @@ log = logging.getLogger("sals_compile")
 _caches: weakref.WeakValueDictionary[int, VirtualCache] = weakref.WeakValueDictionary()
 
 
+def placed(device: torch.device | str | None) -> torch.device:
+    """The device, index and all; torch's default device for None."""
+    place = torch.get_default_device() if device is None else torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def handles(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What stands for a layer's keys and for its values: one NaN each."""
+    with torch.inference_mode(False):
+        made = torch.full((1,), torch.nan, device=device), torch.full((1,), torch.nan, device=device)
+    for tensor in made:  # static for CUDA graphs; a second cache need not recompile
+        torch._dynamo.mark_static_address(tensor, guard=False)
+    return made
+
+
 class VirtualCache:
     """The state of one cache: ``handles`` are its layers' stand-ins for keys, ``counters`` their token counts (0-d).
 
-    Everything per layer is keyed by the storage of the layer's key handle. ``tokens`` is exact: all writers are ours.
+    Everything per layer is keyed by the storage of the layer's key handle. ``tokens`` is exact where there are
+    counters; without them (the model is told its slots) decode steps are taken to follow each other, and the slots of
+    a prefill are read.
     """
 
     def __init__(self, handles: Sequence[Tensor], counters: Sequence[Tensor], capacity: int) -> None:
@@ -76,8 +95,12 @@ class VirtualCache:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualCache:
         """A cache of its own with the same tokens, for the same model."""
-        twin = VirtualCache(copy.deepcopy(self.handles, memo), copy.deepcopy(self.counters, memo), self.capacity)
+        twin = type(self).__new__(type(self))
         memo[id(self)] = twin
+        handles, counters = copy.deepcopy((self.handles, self.counters), memo)
+        VirtualCache.__init__(twin, handles, counters, self.capacity)
+        for name in vars(self).keys() - vars(twin).keys():  # a subclass's own
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         twin.phase, twin.batch, twin.tokens = self.phase, self.batch, self.tokens
         at = {storage_key(old): storage_key(new) for old, new in zip(self.handles, twin.handles, strict=True)}
         twin.owner = None if self.owner is None else {at[k]: memory for k, memory in self.owner.items()}
@@ -107,6 +130,17 @@ class VirtualCache:
     def record_versions(self) -> None:
         if not any(c.is_inference() for c in self.counters):
             self.versions = {id(c): c._version for c in self.counters}
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays allocated."""
+        self.set_length(0)
+
+    def crop(self, tokens: int) -> None:
+        """Remove the last ``-tokens`` tokens. Raises ``ValueError`` where there are fewer."""
+        if self.tokens + tokens < 0:
+            raise ValueError(f"cannot crop {-tokens} tokens from a cache that holds {self.tokens}")
+        if tokens:
+            self.set_length(self.tokens + tokens)
 
     def set_length(self, tokens: int) -> None:
         """Keep the first ``tokens`` tokens; the counters are set alike."""
@@ -378,12 +412,14 @@ class VirtualGraph(CompiledGraph):
 
     def _count(self, cache: VirtualCache, fresh: int, args: Sequence[Any]) -> None:
         """Hold the host's count of tokens against the layers' own counters, where somebody else wrote to them."""
-        if self.recount:
+        full = cache.tokens + fresh > cache.capacity
+        unsure = not cache.counters and (cache.tokens == 0 or full or fresh > self.config.decode_tokens)
+        if self.recount or unsure:
             starts = {int(self._evaluate(n, args).min()) for n in {self._site(i).key_cache.slots: 0 for i in self.held}}
             if len(starts) > 1 or max(starts) > cache.tokens:
                 raise RuntimeError(
-                    f"the token counters of this SalsCache say {sorted(starts)} and it holds {cache.tokens} tokens; "
-                    f"change them only by crop() and reset()"
+                    f"this call writes from slot {max(starts)} on and the cache holds {cache.tokens} tokens; change "
+                    f"token counters only by crop() and reset(), and leave no gap between calls"
                 )
             if min(starts) < cache.tokens:
                 cache.forget_from(min(starts))

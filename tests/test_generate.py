@@ -306,7 +306,7 @@ def test_errors_name_the_remedy(model):
     with pytest.raises(ValueError, match="cannot crop 50 tokens"):
         cache.crop(-50)
     cache.layers[0].cumulative_length.add_(1)
-    with pytest.raises(RuntimeError, match=r"token counters.*crop\(\) and reset\(\)"):
+    with pytest.raises(RuntimeError, match=r"slot 36 on and the cache holds 35.*crop\(\) and reset\(\)"):
         rollout(run, tokens[:, :1], [1], cache)
 
 

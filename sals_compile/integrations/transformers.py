@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from ..kernels.virtual import UNTOUCHABLE
-from ..virtual import VirtualCache
+from ..kernels.virtual import UNTOUCHABLE, write
+from ..virtual import VirtualCache, handles, placed
 
 
 class SalsLayer(StaticLayer):
@@ -26,12 +26,10 @@ class SalsLayer(StaticLayer):
     def __init__(self, max_cache_len: int, device: torch.device) -> None:
         super().__init__(max_cache_len=max_cache_len)
         self.device = device
+        self.key_handle, self.value_handle = handles(device)
         with torch.inference_mode(False):  # such tensors count writes, and may be written to outside of it
-            self.key_handle, self.value_handle = (torch.full((1,), torch.nan, device=device) for _ in range(2))
             self.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
-        for tensor in (self.key_handle, self.value_handle, self.cumulative_length):
-            # Static for CUDA graphs; a second cache need not recompile.
-            torch._dynamo.mark_static_address(tensor, guard=False)
+        torch._dynamo.mark_static_address(self.cumulative_length, guard=False)
         self.is_initialized = True
 
     @property
@@ -64,11 +62,8 @@ class SalsLayer(StaticLayer):
             )
         slots = torch.arange(key_states.shape[2], device=self.device) + self.cumulative_length
         self.cumulative_length.add_(key_states.shape[2])
-        buffers = []
-        for handle, new in ((self.key_handle, key_states), (self.value_handle, value_states)):
-            buffer = torch.ops.sals.virtual_buffer(handle, new, int(new.shape[0]), self.max_cache_len)
-            buffers.append(torch.index_copy(buffer, 2, slots, new))
-        return buffers[0], buffers[1]
+        keys = write(self.key_handle, key_states, slots, self.max_cache_len)
+        return keys, write(self.value_handle, value_states, slots, self.max_cache_len)
 
     def offload(self) -> None:
         """Latents stay on the device."""
@@ -99,9 +94,7 @@ class SalsCache(StaticCache):
         if kwargs:
             raise TypeError(f"SalsCache takes config, max_cache_len and device, not {', '.join(kwargs)}")
         super().__init__(config=config, max_cache_len=max_cache_len)
-        place = torch.get_default_device() if device is None else torch.device(device)
-        if place.type == "cuda" and place.index is None:
-            place = torch.device("cuda", torch.cuda.current_device())
+        place = placed(device)
         self.layers = [SalsLayer(max_cache_len, place) if type(la) is StaticLayer else la for la in self.layers]
         own = [la for la in self.layers if isinstance(la, SalsLayer)]
         if not own:
@@ -117,7 +110,7 @@ class SalsCache(StaticCache):
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays allocated (``release`` frees it)."""
-        self.state.set_length(0)
+        self.state.reset()
         for layer in self._others():
             layer.reset()
 
@@ -128,12 +121,7 @@ class SalsCache(StaticCache):
 
     def crop(self, tokens: int) -> None:
         """Remove the last ``-tokens`` tokens; a positive number is the length to keep (transformers before 5.20)."""
-        held = self.state.tokens
-        length = held + tokens if tokens <= 0 else min(tokens, held)
-        if length < 0:
-            raise ValueError(f"cannot crop {-tokens} tokens from a cache that holds {held}")
-        if length != held:
-            self.state.set_length(length)
+        self.state.crop(tokens if tokens <= 0 else min(0, tokens - self.state.tokens))
         for layer in self._others():
             layer.crop(tokens)
 
@@ -146,8 +134,7 @@ class SalsCache(StaticCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row of the batch ``repeats`` times."""
         self._no_others("batch_repeat_interleave")
-        device = self.state.counters[0].device
-        self.state.select(torch.arange(self.state.batch, device=device).repeat_interleave(repeats))
+        self.state.select(torch.arange(self.state.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep rows ``indices`` of the batch (indices, or a mask)."""
