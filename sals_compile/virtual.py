@@ -92,6 +92,8 @@ class VirtualCache:
         self.inputs: dict[Any, list[Tensor]] = {}
         #: per graph, which weights they were made of
         self.stamps: dict[Any, list[tuple[int, int]]] = {}
+        #: graphs whose state this is
+        self.claimed: weakref.WeakSet[VirtualGraph] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualCache:
         """A cache of its own with the same tokens, for the same model."""
@@ -190,6 +192,7 @@ class VirtualCache:
             buffers.update({name: chosen(t) for name, t in buffers.items()})
         self.batch = size
         self.inputs.clear()
+        self.claimed.clear()
 
 
 # ---- the basis, from the first prefill -------------------------------------------------------------------------------
@@ -355,6 +358,9 @@ class VirtualGraph(CompiledGraph):
             cache.record_versions()
 
     running: VirtualCache | None = None
+    #: the cache of the last call: most calls are for the same
+    known: weakref.ref[VirtualCache] | None = None
+    known_handles: Sequence[tuple[int, Tensor]] = ()
 
     def _site(self, index: int) -> Any:
         return self.plans[index].site
@@ -363,16 +369,24 @@ class VirtualGraph(CompiledGraph):
         return storage_key(args[self.position[self._site(index).key_cache.owner]])
 
     def _cache(self, args: Sequence[Any]) -> VirtualCache:
+        known = None if self.known is None else self.known()
+        if known is not None and all(args[p] is h for p, h in self.known_handles):
+            return known
         found = {id(c): c for c in (_caches.get(self._handle(i, args)) for i in self.held)}
         cache = next(iter(found.values()))
         if len(found) != 1 or cache is None:
             raise RuntimeError(
                 "the layers of this call belong to different SalsCaches, or to one that is gone; pass one SalsCache"
             )
+        self.known = weakref.ref(cache)
+        positions = [self.position[self._site(i).key_cache.owner] for i in self.held]
+        self.known_handles = [(p, args[p]) for p in positions]
         return cache
 
     def _claim(self, cache: VirtualCache, args: Sequence[Any]) -> None:
         """Make the cache this model's, of this batch size; a cache that holds tokens must be already."""
+        if self in cache.claimed:
+            return
         owner = {self._handle(i, args): self.owners[i] for i in self.held}
         batch = int(self._site(self.held[0]).key_cache.buffer.meta["val"].shape[0])
         if cache.owner == owner and cache.batch == batch:
@@ -382,6 +396,7 @@ class VirtualGraph(CompiledGraph):
                 if wanted > shared.cos.shape[0]:
                     shared.spread(wanted)
                     cache.inputs.clear()
+            cache.claimed.add(self)
             return
         if cache.tokens and cache.owner is not None and cache.owner != owner:
             raise RuntimeError(
@@ -409,6 +424,7 @@ class VirtualGraph(CompiledGraph):
                     value = write.buffer.meta["val"]
                     buffers[field] = torch.zeros(tuple(map(int, value.shape)), dtype=value.dtype, device=value.device)
                 cache.kept.setdefault(self._handle(index, args), buffers)
+        cache.claimed.add(self)
 
     def _count(self, cache: VirtualCache, fresh: int, args: Sequence[Any]) -> None:
         """Hold the host's count of tokens against the layers' own counters, where somebody else wrote to them."""
@@ -433,7 +449,7 @@ class VirtualGraph(CompiledGraph):
 
     def _choose(self, cache: VirtualCache, fresh: int, args: Sequence[Any]) -> str:
         """The variant for this call, its state allocated (the table at the top of this file)."""
-        if not self.active:
+        if not self.active or (cache.phase == "latent" and cache.tokens and fresh <= self.config.decode_tokens):
             return "sparse"
         threshold = 0 if self.config.attention == "exact" else short_slots(self.plans, cache.capacity)
         if cache.phase != "latent" and cache.tokens + fresh <= threshold:
@@ -515,6 +531,7 @@ class VirtualGraph(CompiledGraph):
         variant = self._compiled_for(name, cache, args)
         if any(not self._holds(g, args) for g in variant.guards):
             variant = self._unspecialised(variant)
+        self._follow_weights(cache, args)
         if variant not in cache.inputs:
             cache.inputs[variant] = [self._state(e, cache, args) for e in variant.rewritten.inputs]
         return variant

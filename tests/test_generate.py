@@ -87,6 +87,8 @@ def test_the_default_growing_cache_stays_dense_and_says_so_once(model, prompt, t
     through(**SMALL)
     with caplog.at_level("WARNING", logger="sals_compile"):
         assert torch.equal(generated(model, prompt, do_sample=False), expected)
+    reasons = {s.reason for r in sals_compile.compiled_reports()[1:] for s in r.sites}
+    assert reasons and all("grows by concatenation" in r for r in reasons)
     (record,) = [r for r in caplog.records if r.name == "sals_compile"]
     assert "2 attention sites stay dense" in record.getMessage()
     assert "SalsCache" in record.getMessage() and "cache_implementation='static'" in record.getMessage()

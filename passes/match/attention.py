@@ -39,7 +39,7 @@ from ..graph import (
 from ..ir import AttentionSite, CacheWrite, Declined, MatchResult, Mismatch, Operand, module_path
 from .flex import FLEX, flex_arguments, flex_modifier, flex_output
 from .heads import fold_batch, group_heads, product, refine, split_batch, split_rows
-from .kv_cache import match_cache, tokens_written
+from .kv_cache import GROWING, grows, match_cache, tokens_written
 from .mask import _BINARY, _UNARY, IndexInterpreter, clamp, fold_scale, split_mask, spread
 from .projection import match_projection
 from .rotary import match_rotary
@@ -182,7 +182,8 @@ def _from_operator(
     scores."""
     q, k, v = (trace_views(t, scales=True) for t in operands)
     if not same(product(k.dims[-2]), product(v.dims[-2])):
-        raise Mismatch("keys and values differ in length", node)
+        growing = grows(k.base) and grows(v.base)  # each by a length of its own, once lengths are symbols
+        raise Mismatch(GROWING if growing else "keys and values differ in length", node)
     own = ViewTrace(output)
     if len(q.dims) == 4:
         lead, heads = [q.dims[0], k.dims[0], v.dims[0]], [q.dims[1], group_heads(k.dims[1]), group_heads(v.dims[1])]

@@ -4,7 +4,8 @@ a site.
 Recognised (each a row of :data:`WRITES`): ``index_copy`` (``transformers.StaticCache``), ``buffer[:, :, positions] =
 new`` (``index_put``; gpt-fast), ``buffer[:, start:stop] = new`` (``slice_scatter``; Llama's original code) and
 ``scatter``, each with the store back (``copy_``) that functionalisation leaves at the graph's end; or into a *virtual*
-buffer (``kernels/virtual.py``), which nothing is stored back to. Growing caches (``cat`` of an input and the new
+buffer (``kernels/virtual.py``), which nothing is stored back to. A buffer may be a part of a pool (``pool[layer, 0]``:
+``select`` with literal indices, put back by ``select_scatter``). Growing caches (``cat`` of an input and the new
 tokens) are told apart so that the decline can name the remedy.
 """
 
@@ -184,13 +185,16 @@ def match_cache(trace: ViewTrace, roles: Dims) -> CacheWrite | None:
         return None
     buffer = write.buffer
     dim = write.dim % len(shape_of(buffer))
+    pool, place = _pool(buffer)
     stores = tuple(
-        u for u in update.users if calls(u, aten.copy_.default) and u.args[0] is buffer and u.args[1] is update
+        u
+        for u in pool.users
+        if calls(u, aten.copy_.default) and u.args[0] is pool and _part_at(u.args[1], place) is update
     )
     if calls(buffer, VIRTUAL_BUFFER):
         if any(u.op == "output" for u in update.users):
             raise Mismatch("a virtual KV buffer leaves the graph", update)
-    elif buffer.op != "placeholder":
+    elif pool.op != "placeholder":
         if [a.dim for a in roles[1] if a.dim is not None] != [dim]:
             return None  # put together from parts of each token (MLA), not written token by token
         if not _born_here(buffer, update):
@@ -234,6 +238,34 @@ def _require_plain(write: _Write, dim: int, update: Node) -> None:
         raise Mismatch(f"the cache is kept in {dtype_of(write.buffer)} (a quantised cache)", update)
 
 
+def _pool(buffer: Node) -> tuple[Node, list[tuple[int, int]]]:
+    """What the buffer is a part of, and ``(dim, index)`` of each ``select`` that takes it, outermost first."""
+    place: list[tuple[int, int]] = []
+    node = buffer
+    while calls(node, aten.select.int) and isinstance(node.args[2], int) and node.args[2] >= 0:
+        source: Any = node.args[0]
+        place.insert(0, (int(node.args[1]) % len(shape_of(source)), node.args[2]))  # type: ignore[arg-type]
+        node = source
+    return (node, place) if node.op == "placeholder" else (buffer, [])
+
+
+def _part_at(node: Any, place: list[tuple[int, int]]) -> Node | None:
+    """What a tensor put together by ``select_scatter`` holds at ``place``; None where that cannot be told."""
+    place = list(place)
+    while place:
+        if not calls(node, aten.select_scatter.default):
+            return None
+        before, new, dim, index = node.args
+        if int(dim) % len(shape_of(node)) != place[0][0] or not isinstance(index, int) or index < 0:
+            return None
+        if index == place[0][1]:
+            node = new
+            place.pop(0)
+        else:
+            node = before
+    return node
+
+
 def _leading_slice(node: Node, roles: Dims) -> tuple[Node | None, Any]:
     """``(source, n)`` when the node is ``source[..., :n]`` along the token axis (a first prefill reads only what it
     wrote)."""
@@ -263,6 +295,11 @@ def _reject_growing(update: Node, roles: Dims) -> None:
     token_axis = [a.dim for a in roles[1] if not is_one(a.size)]
     if token_axis == [dim] and any(_from_input(p) for p in parts):  # type: ignore[union-attr]
         raise Mismatch(GROWING, update)
+
+
+def grows(node: Node) -> bool:
+    """Whether the node appends to a graph input."""
+    return calls(node, aten.cat.default) and any(_from_input(p) for p in node.args[0])  # type: ignore[union-attr]
 
 
 def _reject_quantised(node: Node) -> None:
