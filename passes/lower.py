@@ -1,8 +1,8 @@
 """A rewritten graph to something that runs: Inductor, plain FX (``eager``), or MLIR.
 
 On a GPU ``sals`` operators stay opaque and dispatch to Triton; on CPU they become kernels that Inductor compiles once
-for all layers (``kernels/inductor.py``), or, under symbolic shapes, their reference meaning, compiled with the rest. The
-anchored attention decomposes to PyTorch's own for the device. Decomposing happens here, after matching: Inductor
+for all layers (``kernels/inductor.py``), or, under symbolic shapes, their reference meaning, compiled with the rest.
+The anchored attention decomposes to PyTorch's own for the device. Decomposing happens here, after matching: Inductor
 refuses a graph decomposed with another table than its own.
 """
 
@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..config import SalsConfig
 from ..kernels import inductor, ops
+
 
 def lower(
     gm: GraphModule, inputs: Sequence[Any], config: SalsConfig, mode: str | None, static: Sequence[int]
@@ -48,7 +49,7 @@ def boxed(gm: GraphModule) -> inductor.Callee:
 
 
 def decompose(gm: GraphModule, inputs: Sequence[Any], table: dict[Any, Any]) -> GraphModule:
-    """Retrace ``gm`` through a decomposition table, and give ``sals`` operators what runs them on the inputs' device."""
+    """Retrace ``gm`` through a decomposition table, and give ``sals`` operators what runs them on the device."""
     table = dict(table)
     if all(i.device.type == "cpu" for i in inputs if isinstance(i, Tensor)):
         table |= {ops.operator(name): inductor.shared(name) for name in ops.SCHEMAS}
@@ -57,7 +58,46 @@ def decompose(gm: GraphModule, inputs: Sequence[Any], table: dict[Any, Any]) -> 
     # Constants made while retracing (arange, full) must be as fake as the inputs are.
     fake = torch._guards.detect_fake_mode(list(inputs)) or contextlib.nullcontext()
     with enable_python_dispatcher(), fake:
-        return make_fx(gm, decomposition_table=table)(*inputs)
+        traced = make_fx(gm, decomposition_table=table)(*inputs)
+    fuse_decode(traced)
+    return traced
+
+
+def fuse_decode(gm: GraphModule) -> None:
+    """``encode``, ``score_select`` and ``attend`` of one site as ``sals::decode``, whose kernels run side by side.
+
+    Where scores are sums over heads of the query that is attended, and the tokens selected are used nowhere else.
+    """
+    encode, score_select, attend = (ops.operator(n) for n in ("encode", "score_select", "attend"))
+    encodes = {n.args[0]: n for n in gm.graph.find_nodes(op="call_function", target=encode)}
+    for node in gm.graph.find_nodes(op="call_function", target=attend):
+        query, chosen, *attended = node.args
+        stored = encodes.get(attended[0])
+        if stored is None or chosen.target is not score_select or len(chosen.users) > 1 or node.kwargs:
+            continue
+        scored = _arguments(chosen)
+        if scored["head_score"] != "sum" or scored["query"] is not query or not stored < chosen:
+            continue
+        parts = [_arguments(n) for n in (stored, chosen, node)]
+        together = parts[0] | parts[1] | parts[2]
+        # Scores are ranked, whatever their scale.
+        if any(part[name] != together[name] for part in parts for name in part if name != "scale"):
+            continue
+        names = [a.name for a in ops.operator("decode")._schema.arguments]
+        with gm.graph.inserting_before(node):
+            fused = gm.graph.call_function(ops.operator("decode"), tuple(together[n] for n in names))
+        fused.meta = dict(node.meta)
+        node.replace_all_uses_with(fused)
+        for old in (node, chosen, stored):
+            gm.graph.erase_node(old)
+    gm.recompile()
+
+
+def _arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """An operator node's arguments by name, defaults filled in."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {a.name: value for a, value in zip(schema, node.args, strict=False)} | node.kwargs
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def _inductor(

@@ -34,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 PRESETS["paper-12.5"] = PRESETS["paper-25"] | {"rank": 0.125, "score_rank": 0.0625, "value_bits": 2}
-PRESETS["compact"] = {"rank": 0.24, "value_bits": 2, "head_score": "mass"}
+PRESETS["compact"] = {"rank": 0.24, "value_bits": 2}
 
 
 class OptionError(ValueError):
@@ -65,8 +65,8 @@ class SalsConfig:
         basis: how encoder and decoder are computed: ``"query_weighted"``, ``"pca"`` (the paper) or ``"weights"`` (no
             data).
         scoring: ``"block_rotary"`` or ``"rope_free"`` (the paper).
-        head_score: how the heads' approximate logits make one score: ``"sum"`` (the paper), ``"max"``, or ``"mass"``
-            (attention given).
+        head_score: how the heads' approximate logits make one score: ``"mass"`` (of attention that they give), ``"sum"``
+            (the paper: fewer kernels on a GPU; loses tokens that one head alone looks for, as in copying), or ``"max"``.
         budget: ``T``, tokens attended per query: sinks, recents and critical tokens. No more cached than this: dense.
             ``"auto"``: per layer the fewest that keep ``auto_mass`` of the attention on the calibration's text, which
             option ``calibration`` must then give.
@@ -101,7 +101,7 @@ class SalsConfig:
     value_transform: str = "hadamard"
     basis: str = "query_weighted"
     scoring: str = "block_rotary"
-    head_score: str = "sum"
+    head_score: str = "mass"
     budget: Any = 512
     budget_by_site: Mapping[str, int] = field(default_factory=dict)
     auto_mass: float = 0.93

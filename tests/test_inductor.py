@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import sympy
 import torch
@@ -9,6 +11,8 @@ from test_exact import assert_close, compiled
 from tiny import CachedAttention, llama, rollout, static_cache
 
 import sals_compile
+from sals_compile import runtime
+from sals_compile.passes.lower import fuse_decode, lower
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -46,6 +50,36 @@ def test_layers_share_an_operator_s_kernel():
     assert decode <= set(made)
     # Rows are recorded and queries observed by both graphs; what decodes is compiled once, for three layers.
     assert all(made.count(name) == 1 for name in decode)
+
+
+@pytest.mark.parametrize(
+    "options, fused",
+    [({"head_score": "sum"}, True), ({}, False), ({"head_score": "sum", "scoring": "rope_free"}, False)],
+)
+def test_a_decode_step_becomes_one_operator(options, fused, monkeypatch):
+    targets = []
+
+    def beside(gm, *rest):
+        """Every call also through the fused graph, on copies of its inputs."""
+        run, graph = lower(gm, *rest), copy.deepcopy(gm)
+        fuse_decode(graph)
+        targets.extend(str(n.target) for n in graph.graph.nodes)
+
+        def both(args):
+            copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+            expected, found = run(args), graph(*copies)
+            for a, b in zip((*expected, *args), (*found, *copies), strict=True):
+                assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            return expected
+
+        return both
+
+    monkeypatch.setattr(runtime, "lower", beside)
+    module = CachedAttention(4, 2, 32, True, "bool", False, 0.2).eval()
+    module.rollout(
+        compiled(module, budget=24, sinks=2, recents=8, **options), torch.randn(1, 64, 128), [60, 61, 62], 80
+    )
+    assert ("sals.decode.default" in targets) == fused == ("sals.encode.default" not in targets)
 
 
 def test_a_call_that_the_compiled_graph_assumed_away_runs_unspecialised():

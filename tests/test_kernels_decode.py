@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 from kernel_tools import TARGETS, Compiled, compile_for, record
 
 from sals_compile.bench import operator
-from sals_compile.kernels import attend, dispatch, encode, ops, reference, score, select
+from sals_compile.kernels import attend, decode, dispatch, encode, ops, reference, score, select
 from sals_compile.kernels.index_expr import KV, SCORE, B, H, Modifier, Q, const, integer, load, make
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -185,6 +185,23 @@ class TestInterpreted:
         for k in (7, 40, 300):
             assert torch.equal(select.score_select(*arguments, k), reference.select(found, k))
 
+    @settings(max_examples=6)
+    @given(sites, st.integers(60, 256), st.booleans(), st.sampled_from(["mass", "max"]))
+    @example(Site(2, 2, (4, 2, 64, 64), 100, "half", 1, True, 4, "a head sees half"), 256, False, "mass")
+    @example(Site(1, 1, (3, 1, 96, 96), 50, "interleaved", 1, True, 4, "sliding window, softcap"), 200, True, "mass")
+    @example(Site(1, 2, (3, 1, 96, 32), 50, "half", 1, True, 4, "causal"), 200, False, "max")
+    def test_score_by_head(self, site: Site, capacity: int, whole: bool, head_score: str) -> None:
+        rank = site.decoder.shape[0]
+        arguments = site.score_arguments(capacity, rank if whole else min(rank, 32))
+        by_head = (head_score, site.dim**-0.5)
+        expected, found = reference.score(*arguments, *by_head), score.score(*arguments, *by_head)
+        finite = torch.isfinite(expected)
+        assert torch.equal(torch.where(finite, 0, found), torch.where(finite, 0, expected))
+        if finite.any():
+            assert (found - expected)[finite].abs().amax() <= 1e-4 * expected[finite].abs().amax().clamp_min(1e-6)
+        for k in (7, 300):
+            assert torch.equal(select.score_select(*arguments, k, *by_head), reference.select(found, k))
+
     @settings(max_examples=8)
     @given(sites, st.integers(1, 70), st.booleans(), st.booleans())
     @example(Site(2, 1, (4, 2, 64, 64), 32, "half", 1, True, 4, "causal"), 33, True, True)
@@ -205,12 +222,39 @@ class TestInterpreted:
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
         assert torch.equal(attend.attend(*arguments), found)
 
-    def test_attend_with_tensor_cores_for_a_single_head(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        site = Site(1, 1, (2, 2, 32, 32), 32, "half", 1, True, 4, "causal")
-        arguments = site.attend_arguments(torch.arange(0, 66, 2, dtype=torch.int32).view(1, 1, -1), None)
-        expected = attend.attend(*arguments)
-        monkeypatch.setattr(attend, "tiles_for", lambda *_: attend.Tiles((32, 32, 32, 4, 2), (32, 4), few=False))
-        torch.testing.assert_close(attend.attend(*arguments), expected, rtol=1e-4, atol=1e-5)
+    @pytest.mark.parametrize("tiles", [(32, 2, 32, 1, 16, 4), (16, 1, 64, 2, 32, 4)], ids=str)
+    def test_attend_in_other_tiles(self, tiles: tuple[int, ...]) -> None:
+        site = Site(2, 1, (4, 2, 32, 16), 50, "half", 1, True, 4, "causal")
+        arguments = site.attend_arguments(torch.arange(0, 66, 2, dtype=torch.int32).expand(2, 1, -1), None)
+        arguments += reference.quantize_decoder(site.decoder, 32, 16, "half")
+        expected = reference.attend(*arguments)
+        found = attend.attend(*arguments, tiles=attend.Tiles(*tiles))
+        torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
+
+    @settings(max_examples=3)
+    @given(sites, st.integers(1, 50))
+    @example(Site(2, 1, (4, 2, 64, 64), 50, "half", 2, True, 4, "causal"), 40)
+    @example(Site(1, 30, (2, 2, 32, 32), 16, "interleaved", 1, True, 8, "none"), 20)  # more tokens than the ring holds
+    def test_decode_is_its_parts(self, site: Site, k: int) -> None:
+        new = {name: tensor for name, tensor in site.now.items() if name not in ("new_cos", "new_sin")}
+        before = {name: tensor.clone() for name, tensor in site.state.items()}
+        rank = site.decoder.shape[0]
+        encode.record_rows(**site.rows, **{name: site.now[name] for name in ("new_cos", "new_sin", "slots")})
+        encode.encode(**site.state, **new, **site.weights)
+        chosen = select.score_select(*site.score_arguments(256, rank), k)
+        expected = attend.attend(*site.attend_arguments(chosen, None))
+        after = {name: tensor.clone() for name, tensor in site.state.items()}
+        for name, tensor in site.state.items():
+            tensor.copy_(before[name])
+        rows = site.rows
+        found = decode.decode(
+            *site.state.values(), site.query, new["key_pre"], new["key"], new["value"], site.weights["encoder"],
+            site.decoder, site.weights["value_transform"], new["slots"], rows["ring_slots"], rows["cos"], rows["sin"],
+            rows["block_cos"], rows["block_sin"], *site.modifier, 256, rank, 3, site.rotary, k, site.dim**-0.5,
+        )  # fmt: skip
+        assert torch.equal(found, expected)
+        for name, tensor in site.state.items():
+            assert torch.equal(tensor, after[name]), name
 
     def test_nothing_to_attend_gives_zeros(self) -> None:
         site = Site(1, 1, (4, 2, 64, 64), 32, "half", 1, True, 4, "none")
@@ -291,10 +335,19 @@ def _launchers() -> dict[str, Any]:
     new = {name: _bf16(tensor) for name, tensor in gqa.now.items()}
     weights = {"encoder": gqa.weights["encoder"].bfloat16(), "value_transform": gqa.weights["value_transform"]}
     quantised = reference.quantize_decoder(mha.decoder, 128, 128, "half")
+    step = [
+        *state.values(), scored[0], new["key_pre"], new["key"], new["value"], weights["encoder"],
+        gqa.decoder.bfloat16(), weights["value_transform"], rows["slots"], gqa.rows["ring_slots"],
+        gqa.rows["cos"].bfloat16(), gqa.rows["sin"].bfloat16(), gqa.rows["block_cos"], gqa.rows["block_sin"],
+        *gqa.modifier, 1000, 64, 4, "half", 384, 0.1,
+    ]  # fmt: skip
     return {
+        "decode": lambda: decode.decode(*step),
         "record_rows": lambda: encode.record_rows(**gqa.rows, **rows),
         "encode": lambda: encode.encode(**state, **new, **weights),
         "score_select": lambda: select.score_select(*scored, 384),
+        "score_select, mass": lambda: select.score_select(*scored, 384, "mass", 0.1),
+        "score_select, max": lambda: select.score_select(*scored, 384, "max", 0.1),
         "select": lambda: select.select(torch.zeros(2, 32768), 384),
         "attend, groups of 4, bf16": lambda: attend.attend(*attended(gqa)),
         "attend, one head each, int8": lambda: attend.attend(*attended(mha), *quantised),
@@ -314,13 +367,20 @@ def test_kernels_compile_ahead_of_time(target: tuple[str, int | str, int], recor
     for name, result in compiled.items():
         record_property(name, f"{result.registers} registers, {result.shared} bytes shared, {result.spills} spilled")
     kernels = {result.kernel for result in compiled.values()}
-    assert kernels >= {"_encode_kernel", "_score_kernel", "_select_kernel", "_attend_kernel", "_attend_few_kernel"}
+    assert kernels >= {
+        "_begin_kernel",
+        "_encode_kernel",
+        "_score_kernel",
+        "_mass_kernel",
+        "_select_kernel",
+        "_attend_kernel",
+    }
 
 
 @pytest.mark.skipif(INTERPRETED, reason="not about kernels")
 def test_every_operator_of_the_table_exists_and_can_be_launched() -> None:
     assert set(dispatch.TRITON) <= set(ops.SCHEMAS)
-    for name in ("record_rows", "encode", "score", "select", "score_select", "attend"):
+    for name in ("record_rows", "encode", "score", "select", "score_select", "attend", "decode"):
         assert callable(dispatch.launcher(name))
 
 
