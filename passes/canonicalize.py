@@ -190,6 +190,25 @@ def _part(node: Node) -> Node | None:
     return None
 
 
+def _select(node: Node) -> Node | None:
+    """A part of a tensor of which one part was replaced: the new part, or that of the tensor before (a pool of KV
+    buffers that one layer after another writes to)."""
+    source, dim, index = _source(node), node.args[1], node.args[2]
+    rank = len(shape_of(source))
+    part = (int(dim) % rank, index)  # type: ignore[arg-type]
+    while source.op == "call_function" and source.target is aten.select_scatter.default:
+        before, new, where, at = source.args
+        if not isinstance(index, int) or not isinstance(at, int) or min(index, at) < 0:
+            break
+        if int(where) % rank != part[0]:  # type: ignore[arg-type]
+            break
+        assert isinstance(before, Node) and isinstance(new, Node)
+        if at == index:
+            return new if dtype_of(new) == dtype_of(node) else None
+        source = before
+    return None if source is node.args[0] else emit(node, aten.select.int, source, *node.args[1:])
+
+
 RULES: dict[object, Rule] = {
     aten.alias.default: _identity,
     aten.detach.default: _identity,
@@ -205,6 +224,7 @@ RULES: dict[object, Rule] = {
     aten._softmax.default: _shifted_softmax,
     aten.div.Tensor: _decomposed_softmax,
     aten.view_as_real.default: _complex_product,
+    aten.select.int: _select,
     operator.getitem: _part,
 }
 
@@ -247,6 +267,7 @@ def canonicalize(gm: GraphModule) -> GraphModule:
             _cat,
             _no_dropout,
             _part,
+            _select,
         ):
             continue
         replacement = rule(node)

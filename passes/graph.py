@@ -117,11 +117,11 @@ class ViewTrace:
                     dim.append(atom)
                     product = product * atom.size
                     continue
-                need = _quotient(size, product)
-                rest = None if need is None else _quotient(atom.size, need)
+                need = quotient(size, product)
+                rest = None if need is None else quotient(atom.size, need)
                 if need is None or rest is None:
                     # With symbols an atom may be a proper factor that arithmetic on sizes can confirm.
-                    if _quotient(size, product * atom.size) is not None:
+                    if quotient(size, product * atom.size) is not None:
                         dim.append(atom)
                         product = product * atom.size
                         continue
@@ -144,7 +144,7 @@ class ViewTrace:
         self.dims = grouped
 
 
-def _quotient(a: Size, b: Size) -> Size | None:
+def quotient(a: Size, b: Size) -> Size | None:
     """``a / b`` when ``b`` is known to divide ``a``."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
@@ -468,7 +468,7 @@ def inherit_roles(outer: ViewTrace, roles: Sequence[Sequence[Atom]], inner: View
             if not own:
                 return None
             if not same(own[0].size, atom.size):
-                rest = _quotient(own[0].size, atom.size)
+                rest = quotient(own[0].size, atom.size)
                 if rest is None:
                     return None
                 own[0], _ = inner.split(own[0], atom.size, rest)

@@ -83,9 +83,24 @@ class CacheWrite:
         return self.buffer.target is VIRTUAL_BUFFER
 
     @property
+    def place(self) -> tuple[tuple[int, int], ...]:
+        """Where in its graph input the buffer is: ``(dim, index)`` of each ``select``, outermost first; empty where it
+        is the input itself."""
+        path, node = [], self.buffer
+        while node.target is torch.ops.aten.select.int:
+            source, dim, index = node.args
+            path.append((int(dim), int(index)))  # type: ignore[arg-type]
+            node = source  # type: ignore[assignment]
+        return tuple(reversed(path))
+
+    @property
     def owner(self) -> Node:
-        """The graph input that says which cache this is: the buffer, or a virtual buffer's handle."""
-        return self.buffer.args[0] if self.virtual else self.buffer  # type: ignore[return-value]
+        """The graph input that says which cache this is: the buffer, the pool that it is a part of, or a virtual
+        buffer's handle."""
+        node = self.buffer
+        while node.target in (torch.ops.aten.select.int, VIRTUAL_BUFFER):
+            node = node.args[0]  # type: ignore[assignment]
+        return node
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,11 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def buffer_key(tensor: Tensor) -> tuple[int, int]:
+    """Identity of a KV buffer: its storage, and where in it (a pool holds the buffers of several layers)."""
+    return storage_key(tensor), tensor.storage_offset()
+
+
 class StorageDict:
     """A dictionary keyed by tensor storage; an entry, and what it alone refers to, goes with its storage."""
 
@@ -294,14 +299,14 @@ class AdoptedCache:
     call: any other writer changes them.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], rows: Sequence[Rows], rows_of: dict[int, Rows]) -> None:
+    def __init__(self, buffers: Sequence[Tensor], rows: Sequence[Rows], rows_of: dict[Any, Rows]) -> None:
         self.phase = "dense"
         self.tokens = 0
         #: calls since somebody else last wrote to the buffers
         self.calls = 0
         self.rows = list(rows)
         self.rows_of = rows_of
-        self.latents: dict[int, Latents] = {}
+        self.latents: dict[Any, Latents] = {}
         self.keys = {storage_key(b) for b in buffers}
         self.versions: list[int] | None = None
         self.counter_versions: list[int] | None = None

@@ -28,6 +28,7 @@ from .cache import (
     Rows,
     SiteMemory,
     StorageDict,
+    buffer_key,
     import_dense,
     make_basis,
     pre_rotary_keys,
@@ -380,12 +381,20 @@ class CompiledGraph:
                 self._warn(cache.refused)
 
     def _buffers(self, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], bool]:
-        born = any(self._cache_of(i, "key_cache").buffer not in self.position for i in self.cached)
+        born = any(self._cache_of(i, "key_cache").owner not in self.position for i in self.cached)
         if born:
             return [], [], True
-        keys = [args[self.position[self._cache_of(i, "key_cache").buffer]] for i in self.cached]
-        values = [args[self.position[self._cache_of(i, "value_cache").buffer]] for i in self.cached]
+        keys = [self._buffer(i, "key_cache", args) for i in self.cached]
+        values = [self._buffer(i, "value_cache", args) for i in self.cached]
         return keys, values, False
+
+    def _buffer(self, index: int, kind: str, args: Sequence[Any]) -> Tensor:
+        """A site's dense buffer: an input, or the part of a pool that is its layer's."""
+        cache = self._cache_of(index, kind)
+        tensor = args[self.position[cache.owner]]
+        for dim, at in cache.place:
+            tensor = tensor.select(dim, at)
+        return tensor
 
     def _cache_of(self, index: int, kind: str) -> Any:
         return getattr(self.plans[index].site, kind)
@@ -418,7 +427,7 @@ class CompiledGraph:
             )
             rows.append(allocated)
             for index in group.sites:
-                at = index if born else storage_key(keys[self.cached.index(index)])
+                at = index if born else buffer_key(keys[self.cached.index(index)])
                 rows_of[at] = allocated
         cache = AdoptedCache(keys, rows, rows_of)
         for key in keys:
@@ -429,7 +438,7 @@ class CompiledGraph:
         """A cache created by this call: known from now on by the buffers that the graph returned."""
 
         cache.inputs.clear()
-        cache.rows_of = {storage_key(k): cache.rows_of[i] for i, k in zip(self.cached, keys, strict=True)}
+        cache.rows_of = {buffer_key(k): cache.rows_of[i] for i, k in zip(self.cached, keys, strict=True)}
         cache.keys = {storage_key(k) for k in keys}
         for key in keys:
             self.registry.caches.set(key, cache)
@@ -573,7 +582,7 @@ class CompiledGraph:
 
     def _rows_of(self, cache: AdoptedCache, index: int, keys: Sequence[Tensor]) -> Rows:
 
-        return cache.rows_of[storage_key(keys[self.cached.index(index)])]
+        return cache.rows_of[buffer_key(keys[self.cached.index(index)])]
 
     def _import(self, cache: AdoptedCache, keys: Sequence[Tensor], values: Sequence[Tensor], count: int) -> None:
 
@@ -583,7 +592,7 @@ class CompiledGraph:
                 plan, memory = self.plans[index], self.memories[index]
                 site = plan.site
                 assert site.key_cache is not None and site.value_cache is not None
-                at = storage_key(keys[position])
+                at = buffer_key(keys[position])
                 if at in done:
                     continue
                 done.add(at)
@@ -625,8 +634,8 @@ class CompiledGraph:
             return getattr(self._query_factors(entry.owner, args), entry.field)
         assert cache is not None
 
-        key = args[self.position[self._cache_of(entry.owner, "key_cache").buffer]]
-        return getattr(cache.latents[storage_key(key)], entry.field)
+        key = self._buffer(entry.owner, "key_cache", args)
+        return getattr(cache.latents[buffer_key(key)], entry.field)
 
     def _follow_weights(self, cache: Any, args: Sequence[Any]) -> None:
         """Ask for a cache's state anew when a weight whose query projection is factored was written to or replaced."""
@@ -656,11 +665,10 @@ class CompiledGraph:
 
     def _group_rows(self, cache: AdoptedCache, group: int, args: Sequence[Any]) -> Rows:
         index = self.groups[group].sites[0]
-        buffer = self._cache_of(index, "key_cache").buffer
-        if buffer not in self.position:
+        if self._cache_of(index, "key_cache").owner not in self.position:
             return cache.rows_of[index]
 
-        return cache.rows_of[storage_key(args[self.position[buffer]])]
+        return cache.rows_of[buffer_key(self._buffer(index, "key_cache", args))]
 
     def _run(self, name: str, args: list[Any], cache: AdoptedCache | None) -> Any:
         variant = self._variant(name, {"cache": cache}, args)

@@ -3,11 +3,16 @@ eager."""
 
 from __future__ import annotations
 
+import cProfile
 import os
+import pstats
+from types import SimpleNamespace
 
 import pytest
 import torch
 from catalogue import ENTRIES, Entry, examine
+
+import sals_compile
 
 DEEP = os.environ.get("SALS_TEST_PROFILE") == "deep"
 
@@ -43,3 +48,33 @@ def test_model_with_symbolic_sizes(entry: Entry, implementation: str | None) -> 
     row = examine(entry, implementation, dynamic=True)
     assert not row.problem, row
     assert row.error < 1e-4, row
+
+
+def test_matching_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python calls made by matching and verification, per node, in a model of 4 layers and in one of 16."""
+    import transformers
+
+    from sals_compile import backend
+
+    def calls_per_node(layers: int) -> float:
+        profile = cProfile.Profile()
+        for name in ("match_graph", "verify"):
+            original = getattr(transform, name)
+            monkeypatch.setattr(backend, name, lambda *a, run=original: profile.runcall(run, *a))
+        torch._dynamo.reset()
+        sals_compile.report._reports.clear()
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = transformers.LlamaConfig(vocab_size=96, num_hidden_layers=layers, **sizes)
+        model = transformers.LlamaForCausalLM(config).eval()
+        cache = transformers.StaticCache(config=config, max_cache_len=32)
+        options = {"attention": "exact", "lowering": "eager"}
+        with torch.no_grad():
+            torch.compile(model.forward, backend="sals", options=options)(
+                torch.ones(1, 8, dtype=torch.long), past_key_values=cache
+            )
+        (report,) = sals_compile.compiled_reports()
+        assert report.rewritten == layers
+        return pstats.Stats(profile).total_calls / len(report._compiled.gm.graph.nodes)
+
+    transform = SimpleNamespace(match_graph=backend.match_graph, verify=backend.verify)
+    assert calls_per_node(16) < 1.2 * calls_per_node(4)

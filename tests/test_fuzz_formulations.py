@@ -288,3 +288,58 @@ def test_step_of_a_sliding_cache_does_not_recompile() -> None:
 def test_positions_in_slices_do_not_recompile_each_step() -> None:
     outcome = run_spec(Spec(product="matmul", cache="slice", length=4))
     assert len(outcome.reports) <= 3, f"{len(outcome.reports)} graphs for a prefill and three decode steps"
+
+
+class Pool(nn.Module):
+    """Two layers whose keys and values are parts of one tensor ``[layer, key or value, B, N, S, D]`` (``pooled``), or
+    buffers of their own."""
+
+    def __init__(self, pooled: bool, write: str) -> None:
+        super().__init__()
+        self.pooled, self.write = pooled, write
+        self.maps = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(6))
+        self.register_buffer("pool", torch.zeros(2, 2, 2, 2, 64, 8))
+        for layer in range(2):
+            for kind in range(2):
+                self.register_buffer(f"own{layer}{kind}", torch.zeros(2, 2, 64, 8))
+
+    def store(self, layer: int, kind: int, new: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        buffer = self.pool[layer, kind] if self.pooled else getattr(self, f"own{layer}{kind}")
+        if self.write == "index_copy":
+            buffer.index_copy_(2, positions, new)
+        else:
+            buffer[:, :, positions] = new
+        return self.pool[layer, kind] if self.pooled else buffer
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        mask = torch.arange(64) <= positions[:, None]
+        for layer in range(2):
+            maps = self.maps[3 * layer : 3 * layer + 3]
+            q, k, v = (m(x).view(batch, length, 2, 8).transpose(1, 2) for m in maps)
+            k, v = self.store(layer, 0, k, positions), self.store(layer, 1, v, positions)
+            x = x + torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.parametrize("write", ["index_copy", "index_put"])
+def test_pool_indexed_by_layer(write: str) -> None:
+    """Exact mode equals dense; sparse mode equals, to the bit, what buffers of their own give: latents of two layers in
+    one storage are not mixed up."""
+    torch.manual_seed(0)
+    calls = [
+        (torch.randn(2, b - a, 16), torch.arange(a, b)) for a, b in [(0, 40), *((t, t + 1) for t in range(40, 46))]
+    ]
+    exact = run_module(Pool(True, write), *calls)
+    assert exact.error() < 1e-5
+    assert [[p.site.cached for p in r._compiled.plans] for r in exact.reports] == [[True, True]] * len(exact.reports)
+    options = {"attention": "sals", "budget": 24, "sinks": 2, "recents": 8, "rank": 8, "score_rank": 4}
+    outputs = []
+    for pooled in (True, False):
+        torch.manual_seed(0)
+        outcome = run_module(Pool(pooled, write), *calls, **options)
+        assert all(r.rewritten == 2 for r in outcome.reports) and outcome.reports
+        outputs.append(outcome.actual)
+    dense = outcome.expected
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert not torch.equal(outputs[0][-1], dense[-1]), "decoding was dense, so nothing was compared"

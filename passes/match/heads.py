@@ -7,7 +7,7 @@ counts come from shapes, never from a config.
 
 from __future__ import annotations
 
-from ..graph import Atom, Dims, Size, ViewTrace, is_one, same
+from ..graph import Atom, Dims, Size, ViewTrace, is_one, quotient, same
 from ..ir import Mismatch
 
 
@@ -26,12 +26,12 @@ def refine(
         x, y = a.pop(0), b.pop(0)
         if same(x.size, y.size):
             pairs.append((x, y))
-        elif isinstance(x.size, int) and isinstance(y.size, int) and x.size % y.size == 0:
-            outer, inner = left.split(x, y.size, x.size // y.size)
+        elif (rest := quotient(x.size, y.size)) is not None:
+            outer, inner = left.split(x, y.size, rest)
             a.insert(0, inner)
             pairs.append((outer, y))
-        elif isinstance(x.size, int) and isinstance(y.size, int) and y.size % x.size == 0:
-            outer, inner = right.split(y, x.size, y.size // x.size)
+        elif (rest := quotient(y.size, x.size)) is not None:
+            outer, inner = right.split(y, x.size, rest)
             b.insert(0, inner)
             pairs.append((x, outer))
         else:

@@ -8,6 +8,7 @@ boolean mask and what is left of the bias.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -316,6 +317,7 @@ def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+@functools.lru_cache(typed=True)
 def _typed(value: Any, dtype: torch.dtype) -> Any:
     """A literal as the dtype it is stored in (``full(1, dtype=bool)`` is true; fp16 turns fp32's minimum into -inf)."""
     if not isinstance(value, (bool, int, float)):

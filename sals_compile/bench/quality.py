@@ -57,7 +57,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from ..backend import load_calibration, registry_for
-from ..cache import AdoptedCache, Latents, Rows, storage_key
+from ..cache import AdoptedCache, Latents, Rows, buffer_key
 from ..calibrate import Calibration, calibrate
 from ..config import OptionError, SalsConfig
 from ..kernels import reference
@@ -405,7 +405,7 @@ def start_at(window: Window, depth: int, config: SalsConfig) -> None:
     copies: dict[int, Rows] = {}
     rows_of = {}
     for layer in active:
-        source = window.adopted.rows_of[storage_key(layer.keys)]
+        source = window.adopted.rows_of[buffer_key(layer.keys)]
         if id(source) not in copies:
             ring = torch.full((source.cos.shape[0], min(config.recents, layer.keys.shape[2])), -1, dtype=torch.int32)
             copies[id(source)] = Rows(
@@ -415,7 +415,7 @@ def start_at(window: Window, depth: int, config: SalsConfig) -> None:
                 source.block_sin.clone(),
                 ring.to(source.cos.device),
             )
-        rows_of[storage_key(layer.keys)] = copies[id(source)]
+        rows_of[buffer_key(layer.keys)] = copies[id(source)]
     keys, values = [layer.keys for layer in active], [layer.values for layer in active]
     adopted = AdoptedCache(keys, list(copies.values()), rows_of)
     adopted.tokens = depth
