@@ -36,6 +36,8 @@ class Entry:
     declined: str = ""
     #: attention implementations of transformers to try; None where the model has one of its own
     implementations: tuple[str | None, ...] = (None,)
+    #: why symbolic sizes are not tried; empty: they are
+    static: str = ""
 
 
 @dataclass(frozen=True)
@@ -380,6 +382,7 @@ ENTRIES: tuple[Entry, ...] = (
         forward_ids,
         0,
         declined="no matrix product leads here",
+        static="the model reads a tensor's value to size its windows, so Dynamo cuts the graph before the softmax",
     ),
     Entry(
         "DeepSeek-V3",

@@ -45,6 +45,8 @@ def test_model_bf16(entry: Entry, implementation: str | None) -> None:
 
 @pytest.mark.parametrize(("entry", "implementation"), cases(ALSO_DYNAMIC), **IDS)
 def test_model_with_symbolic_sizes(entry: Entry, implementation: str | None) -> None:
+    if entry.static:
+        pytest.skip(entry.static)
     row = examine(entry, implementation, dynamic=True)
     assert not row.problem, row
     assert row.error < 1e-4, row

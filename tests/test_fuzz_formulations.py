@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 from types import SimpleNamespace
 
 import formulations as grammar
 import pytest
 import torch
 from formulations import NEAR_MISSES, Outcome, Spec, record_problems, run_near_miss, run_spec, specs
-from hypothesis import given
+from hypothesis import HealthCheck, given, seed, settings
 from torch import nn
 
 import sals_compile
@@ -29,6 +30,14 @@ def check(spec: Spec) -> Outcome:
     return outcome
 
 
+#: How many, and from where: chunks of a long run are told apart by their seed
+#: (``SALS_FUZZ_EXAMPLES=100 SALS_FUZZ_SEED=7 pytest tests/test_fuzz_formulations.py -k any_formulation``).
+EXAMPLES = int(os.environ.get("SALS_FUZZ_EXAMPLES", 5000 if os.environ.get("SALS_TEST_PROFILE") == "deep" else 12))
+
+
+@pytest.mark.timeout(max(900, 30 * EXAMPLES))
+@seed(int(os.environ.get("SALS_FUZZ_SEED", 0)))
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(specs())
 def test_any_formulation_is_found_and_exact(spec: Spec) -> None:
     check(spec)
@@ -343,3 +352,33 @@ def test_pool_indexed_by_layer(write: str) -> None:
     dense = outcome.expected
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
     assert not torch.equal(outputs[0][-1], dense[-1]), "decoding was dense, so nothing was compared"
+
+
+@pytest.mark.parametrize("wrong", ["reads_other_layer", "overwritten_later", "not_stored", "written_at_a_tensor"])
+def test_pool_that_is_not_one_buffer_per_layer(wrong: str) -> None:
+    """Never taken for a cache that it is not, and always right."""
+
+    class Wrong(Pool):
+        def store(self, layer: int, kind: int, new: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            if wrong == "not_stored":
+                buffer = self.pool[layer, kind].index_copy(2, positions, new)
+                return torch.select_scatter(self.pool[layer], buffer, 0, kind)[kind]
+            if wrong == "written_at_a_tensor":
+                layers = torch.full((), layer) + 0 * positions[0]
+                self.pool[layers, kind, :, :, positions] = new
+                return self.pool[layer, kind]
+            updated = super().store(layer, kind, new, positions)
+            if wrong == "overwritten_later":
+                self.pool[layer, kind] *= 0.5
+            return self.pool[1 - layer, kind] if wrong == "reads_other_layer" else updated
+
+    torch.manual_seed(0)
+    spans = [(0, 8), (8, 9), (9, 10)]
+    outcome = run_module(
+        Wrong(True, "index_copy"), *((torch.randn(2, b - a, 16), torch.arange(a, b)) for a, b in spans)
+    )
+    assert outcome.error() < 1e-5 and outcome.reports
+    for report in outcome.reports:
+        cached = [p.site for p in report._compiled.plans if p.site.cached]
+        assert not cached or wrong == "reads_other_layer", report  # the second layer reads what the first has written
+        assert all(s.reason and "Error" not in s.reason for s in report.sites), report
