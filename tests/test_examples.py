@@ -19,6 +19,9 @@ PROMISES = {
     "inspect_graph.py": ("'sals.attend.default': 2", "the whole story"),
     "your_own_attention.py": ("rotary 'interleaved'", "(kv <= a0) & (kv > (a0 - 800))", "tanh"),
     "verify_your_model.py": ("exact", "reconstruct", "sals, budget 256", "same token"),
+    "figure_time_per_module.py": ("sals ", "reconstruct ", "ms per decode step"),
+    "figure_rotary_pca.py": ("blocks.1: rank for 90 %", "before", "after, of 64"),
+    "figure_speedup.py": ("dense", "query rank 32 keeps", "4096 cached tokens, SALS"),
     "calibrate_and_reload.py": ("2 sites in", "blocks.0, blocks.1", "256 of 1024 cached tokens"),
 }
 ELSEWHERE = {"generate.py"}  # `make demo` runs it on a real model

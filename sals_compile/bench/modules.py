@@ -24,6 +24,7 @@ for comparing methods.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import platform
@@ -191,23 +192,43 @@ def environment(device: torch.device) -> dict[str, str]:
         import triton
 
         return about | {"device": torch.cuda.get_device_name(device), "triton": triton.__version__}
-    return about | {"device": f"{platform.machine()} CPU, threads: {torch.get_num_threads()}"}
+    return about | {"device": f"{processor()}, threads: {torch.get_num_threads()}"}
 
 
-def show(rows: Sequence[Row], about: dict[str, str], title: str) -> None:
-    """A table of all times in µs."""
-    from rich.console import Console
+def processor() -> str:
+    """The processor's name as the system gives it, else its architecture."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return f"{platform.machine()} CPU"
+
+
+def as_record(rows: Sequence[Row], about: dict[str, str], preset: Preset, batch: int, budget: int) -> dict[str, Any]:
+    """Everything measured, for JSON; ``topk_share`` is the share of TopK in the sum of the modules."""
+    return {
+        "benchmark": "modules",
+        "environment": about,
+        "preset": asdict(preset),
+        "batch": batch,
+        "budget": budget,
+        "unit": "us",
+        "rows": [asdict(r) | {"total": r.total, "topk_share": r.modules["TopK"] / r.total} for r in rows],
+    }
+
+
+def table(rows: Sequence[Row], about: dict[str, str], title: str) -> Any:
+    """A rich table of all times in µs."""
     from rich.table import Table
 
-    table = Table(title=f"{title}, µs per decode step of one site ({about['device']}, torch {about['torch']})")
+    shown = Table(title=f"{title}, µs per decode step of one site ({about['device']}, torch {about['torch']})")
     for column in ("tokens", "method", *MODULES, "modules", "fused", "rebuilt/SALS"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+        shown.add_column(column, justify="left" if column == "method" else "right")
     sals = {row.tokens: row.fused for row in rows if row.method == "SALS"}
     for row in rows:
         ratio = f"{row.fused / sals[row.tokens]:.1f}" if row.method == "rebuilt" and row.tokens in sals else ""
         cells = [f"{row.modules[name]:.1f}" if row.modules[name] else "–" for name in MODULES]
-        table.add_row(str(row.tokens), row.method, *cells, f"{row.total:.1f}", f"{row.fused:.1f}", ratio)
-    Console(width=150 if not sys.stdout.isatty() else None).print(table)
+        shown.add_row(str(row.tokens), row.method, *cells, f"{row.total:.1f}", f"{row.fused:.1f}", ratio)
+    return shown
 
 
 def plot(rows: Sequence[Row], path: str | Path, title: str) -> None:
@@ -217,6 +238,7 @@ def plot(rows: Sequence[Row], path: str | Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    sals = {row.tokens: row.fused for row in rows if row.method == "SALS"}
     methods = [m for m in METHODS if any(row.method == m for row in rows)]
     lengths = sorted({row.tokens for row in rows})
     size = (1.0 * len(lengths) * len(methods) + 3, 4.2)
@@ -227,11 +249,16 @@ def plot(rows: Sequence[Row], path: str | Path, title: str) -> None:
             for color, name in enumerate(MODULES):
                 axes.bar(position, row.modules[name] / 1e3, 0.7, bottom=base, color=f"C{color}", label=name)
                 base += row.modules[name] / 1e3
-            axes.plot(position, row.fused / 1e3, "k_", markersize=24, markeredgewidth=2, label="fused")
+            axes.plot(position, row.fused / 1e3, "k_", markersize=24, markeredgewidth=2, label="fused whole")
+            if method == "rebuilt" and row.tokens in sals:
+                text = f"{row.fused / sals[row.tokens]:.1f}×"
+                axes.annotate(text, (position, row.fused / 1e3), (0, 4), textcoords="offset points", ha="center")
+        axes.margins(y=0.12)
         axes.set_xticks(range(len(lengths)), [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
         axes.set_xlabel("cached tokens")
-        axes.set_title({"SALS": "SALS", "rebuilt": "every token rebuilt"}[method])
-    panels[0][0].set_ylabel("ms per decode step of one attention site")
+        titles = {"SALS": "SALS", "rebuilt": "every token rebuilt (×: over SALS, fused)"}
+        axes.set_title(titles[method], fontsize=10)
+    panels[0][0].set_ylabel("ms per decode step of one attention site (each panel its own scale)", fontsize=8)
     handles, labels = panels[0][0].get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))  # every bar of a module has the same label
     figure.legend(unique.values(), unique.keys(), fontsize=8, loc="outside right upper")
@@ -256,6 +283,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``sals bench modules``. Returns the exit code."""
+    from rich.console import Console
+
     arguments = parser()
     options = arguments.parse_args(argv)
     device = torch.device(options.device)
@@ -276,18 +305,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{tokens} tokens measured", file=sys.stderr)
     about = environment(device)
     title = f"{preset.name}, batch {batch}, rank {preset.rank}, {budget} tokens attended"
-    show(rows, about, title)
+    Console(width=150 if not sys.stdout.isatty() else None).print(table(rows, about, title))
     if options.json:
-        record = {
-            "benchmark": "modules",
-            "environment": about,
-            "preset": asdict(preset),
-            "batch": batch,
-            "budget": budget,
-            "unit": "us",
-            "rows": [asdict(row) | {"total": row.total} for row in rows],
-        }
-        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(as_record(rows, about, preset, batch, budget), indent=1) + "\n")
     if options.plot:
         plot(rows, options.plot, f"{title}\n{about['device']}, torch {about['torch']}, {about['date']}")
     return 0
