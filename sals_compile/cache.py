@@ -51,7 +51,7 @@ def storage_key(tensor: Tensor) -> int:
 
 def buffer_key(tensor: Tensor) -> tuple[int, int]:
     """Identity of a KV buffer: its storage, and where in it (a pool holds the buffers of several layers)."""
-    return storage_key(tensor), tensor.storage_offset()
+    return storage_key(tensor), int(tensor.storage_offset())
 
 
 class StorageDict:

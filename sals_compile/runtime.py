@@ -587,7 +587,7 @@ class CompiledGraph:
     def _import(self, cache: AdoptedCache, keys: Sequence[Tensor], values: Sequence[Tensor], count: int) -> None:
 
         with torch.no_grad():
-            done: set[int] = set()
+            done: set[tuple[int, int]] = set()
             for position, index in enumerate(self.cached):
                 plan, memory = self.plans[index], self.memories[index]
                 site = plan.site
