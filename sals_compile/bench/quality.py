@@ -123,7 +123,7 @@ SELECTIONS = ("score", "oracle", "random", "recent")
 #: and heads; ``head-max`` and ``head-mass`` (softmax) of each head's mean query; ``query-max`` over queries of the
 #: heads' sum; ``query-mass``, the softmax of every query and head. From exact attention: ``oracle``. ``operator``:
 #: whatever ``sals::block_select`` does.
-#: The operator's is ``mean``, the cheapest: one query a block. By the mass retained all rules are near the oracle, by KL
+#: The operator's is ``mean``, the cheapest: one query a block. By retained mass all rules are near the oracle, by KL
 #: they are not, since a mean forgets the query that differs (SmolLM2-135M, ``--tokens 1024 --stateless 256``): ``mean``
 #: 0.0799, ``head-mass`` 0.0700, ``query-mass`` 0.0277, which scores H times the block's queries.
 BLOCK_RULES = (
