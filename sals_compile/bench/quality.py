@@ -125,7 +125,7 @@ SELECTIONS = ("score", "oracle", "random", "recent")
 #: whatever ``sals::block_select`` does.
 #: The operator's is ``mean``, the cheapest: one query a block. By retained mass all rules are near the oracle, by KL
 #: they are not, since a mean forgets the query that differs (SmolLM2-135M, ``--tokens 1024 --stateless 256``): ``mean``
-#: 0.0799, ``head-mass`` 0.0700, ``query-mass`` 0.0277, which scores H times the block's queries.
+#: 0.0799, ``head-mass`` 0.0700, ``query-max`` 0.0510, ``query-mass`` 0.0277, which scores every head of every query.
 BLOCK_RULES = (
     "operator", "mean", "head-max", "head-mass", "query-max", "query-mass", "oracle", "random", "recent",
 )  # fmt: skip
