@@ -252,7 +252,9 @@ def plot(rows: Sequence[Row], path: str | Path, title: str) -> None:
             axes.plot(position, row.fused / 1e3, "k_", markersize=24, markeredgewidth=2, label="fused whole")
             if method == "rebuilt" and row.tokens in sals:
                 text = f"{row.fused / sals[row.tokens]:.1f}×"
-                axes.annotate(text, (position, row.fused / 1e3), (0, 4), textcoords="offset points", ha="center")
+                axes.annotate(
+                    text, (position, max(row.fused, row.total) / 1e3), (0, 4), textcoords="offset points", ha="center"
+                )
         axes.margins(y=0.12)
         axes.set_xticks(range(len(lengths)), [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
         axes.set_xlabel("cached tokens")
