@@ -29,8 +29,8 @@ from .index_expr import Modifier, evaluate
 #: Tokens whose mean rotation stands for each of them in ``block_rotary`` scoring.
 BLOCK = 128
 
-#: Dims of a head that share one value scale (fewer when the head dim is not divisible).
-VALUE_GROUP = 32
+#: Dims of a head that share one value scale (fewer when the head dim is not divisible, or codes have two bits).
+VALUE_GROUP = 64
 
 ROTARY_FORMS = ("none", "half", "interleaved")
 
@@ -96,9 +96,9 @@ def _swap_pairs(x: Tensor, rotary: str) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def value_group(head_dim: int) -> int:
-    """Dims that share a value scale: 32, or the largest power of two that divides ``head_dim``."""
-    return min(VALUE_GROUP, head_dim & -head_dim)
+def value_group(head_dim: int, bits: int = 4) -> int:
+    """Dims that share a value scale: 64 (32 when codes have two bits), or what power of two divides ``head_dim``."""
+    return min(VALUE_GROUP if bits > 2 else VALUE_GROUP // 2, head_dim & -head_dim)
 
 
 def hadamard(head_dim: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
@@ -151,7 +151,7 @@ def quantize_values(value: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     the layout above) or 8.
     """
     head_dim = value.shape[-1]
-    group = value_group(head_dim)
+    group = value_group(head_dim, bits)
     levels = float(2**bits - 1)
     grouped = value.float().unflatten(-1, (head_dim // group, group))
     low, step = _two_bit_levels(grouped) if bits == 2 else _levels(grouped.amin(-1), grouped.amax(-1), levels)

@@ -170,7 +170,7 @@ class Latents:
             return torch.zeros(tuple(shape), dtype=kind, device=device)
 
         quantized = value_bits < 16
-        group = reference.value_group(dim)
+        group = reference.value_group(dim, value_bits)
         return Latents(
             zeros((batch, slots, plan.rank), torch.int8 if latent_bits == 8 else dtype),
             zeros((batch, slots) if latent_bits == 8 else (0,), torch.float16),

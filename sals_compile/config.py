@@ -65,8 +65,9 @@ class SalsConfig:
         basis: how encoder and decoder are computed: ``"query_weighted"``, ``"pca"`` (the paper) or ``"weights"`` (no
             data).
         scoring: ``"block_rotary"`` or ``"rope_free"`` (the paper).
-        head_score: how the heads' approximate logits make one score: ``"mass"`` (of attention that they give), ``"sum"``
-            (the paper: fewer kernels on a GPU; loses tokens that one head alone looks for, as in copying), or ``"max"``.
+        head_score: how the heads' approximate logits make one score: ``"mass"`` of attention that they give;
+            ``"sum"`` (the paper; fewer kernels on a GPU, but it loses tokens that one head alone looks for, as in
+            copying); or ``"max"``.
         budget: ``T``, tokens attended per query: sinks, recents and critical tokens. No more cached than this: dense.
             ``"auto"``: per layer the fewest that keep ``auto_mass`` of the attention on the calibration's text, which
             option ``calibration`` must then give.
