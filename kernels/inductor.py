@@ -50,7 +50,7 @@ def compile_graph(traced: GraphModule, inputs: Sequence[Any], static: Sequence[i
     if not isinstance(output.args[0], (tuple, list)):
         output.args = ((output.args[0],),)
     output.meta["user_visible_output_idxs"] = [i for i, o in enumerate(flat) if isinstance(o, torch.fx.Node)]
-    return compile_fx_inner(  # type: ignore[return-value]
+    return compile_fx_inner(
         traced,
         list(inputs),
         static_input_idxs=list(static),

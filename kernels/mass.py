@@ -46,7 +46,7 @@ def _project_heads_kernel(
     DR: tl.constexpr, RS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, UPPER_FN: tl.constexpr,
     PRECISION: tl.constexpr, TILE_B: tl.constexpr, TILE_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of blocks, KV head and tile of coordinates, query token): ``projected [rows, blocks, H_PAD, RS]``."""
+    """Program (blocks, KV head and tile of coordinates, query token): ``projected [rows, blocks, H_PAD, RS]``."""
     COMPUTE: tl.constexpr = query.dtype.element_ty
     RANKS: tl.constexpr = (RS + TILE_R - 1) // TILE_R
     n = tl.program_id(1) // RANKS
