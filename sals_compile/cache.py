@@ -302,6 +302,8 @@ class AdoptedCache:
     def __init__(self, buffers: Sequence[Tensor], rows: Sequence[Rows], rows_of: dict[Any, Rows]) -> None:
         self.phase = "dense"
         self.tokens = 0
+        #: the model whose bases the latents are in (storages of its weights)
+        self.owner: tuple[int, ...] = ()
         #: calls since somebody else last wrote to the buffers
         self.calls = 0
         self.rows = list(rows)

@@ -196,7 +196,18 @@ class CompiledGraph:
 
     def _prepare(self, example: dict[Node, Any]) -> None:
         plans, registry, config = self.plans, self.registry, self.config
-        self.memories = {i: registry.memory(self._owner(plans[i], example), plans[i].site.name) for i in self.active}
+        self.memories: dict[int, SiteMemory] = {}
+        #: by site, the position of the parameter whose storage identifies the model
+        self.owner_of: dict[int, int] = {}
+        self.owner: tuple[int, ...] = ()
+        for index, entry in enumerate(plans):
+            node = self._owner(entry, example)
+            if node in self.position and isinstance(example[node], torch.nn.Parameter):
+                self.owner_of[index] = self.position[node]
+            else:  # what passes is not the model's: its memory lives with this graph
+                owner = torch.empty(1) if node is None else example[node]
+                self.memories[index] = registry.memory(owner, entry.site.name)
+                self._install_known_basis(index, example)
         self.observes = (
             bool(self.active)
             and config.attention != "exact"
@@ -213,10 +224,21 @@ class CompiledGraph:
                 self.counters += [
                     self.position[n] for n in feeding if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
                 ]
-        for index in self.active:
-            self._install_known_basis(index, example)
+        self._follow_model([example.get(n) for n in self.placeholders])
         if self._symbolic():
             self._compile_ahead()
+
+    def _follow_model(self, args: Sequence[Any]) -> None:
+        """What is known of each site is of the weights that a call passes: models, or layers compiled one by one, may
+        share a graph.
+        """
+        key = tuple(storage_key(args[p]) for p in self.owner_of.values())
+        if key == self.owner:
+            return
+        self.owner = key
+        for index, position in self.owner_of.items():
+            self.memories[index] = self.registry.memory(args[position], self.plans[index].site.name)
+            self._install_known_basis(index, dict(zip(self.placeholders, args, strict=True)))
 
     def _compile_ahead(self) -> None:
         """Guards on symbols must reach Dynamo's own, so variants of dynamic graphs are compiled while it still
@@ -236,9 +258,9 @@ class CompiledGraph:
             for v in used
         )
 
-    def _owner(self, plan: SitePlan, example: dict[Node, Any]) -> Tensor:
-        """The parameter whose storage identifies the model: the key projection's, else the graph's first floating
-        input.
+    def _owner(self, plan: SitePlan, example: dict[Node, Any]) -> Node | None:
+        """The input whose storage identifies the model: the key projection's weight, else the graph's first parameter,
+        else its first floating input.
         """
         site = plan.site
         candidates = [site.projection.weight] if site.projection is not None else []
@@ -250,15 +272,14 @@ class CompiledGraph:
         for node in candidates:
             tensor = example.get(node)
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                return tensor
-        self.anonymous = torch.empty(1)  # no floating input at all: the memory lives with this graph
-        return self.anonymous
+                return node
+        return None
 
     def _install_known_basis(self, index: int, example: dict[Node, Any]) -> None:
         """Bases that need no observation: exact mode, a calibration, or the projection's weights."""
         plan, memory = self.plans[index], self.memories[index]
         device = plan.site.output.meta["val"].device
-        if memory.ready:
+        if memory.ready or index not in self.active:
             return
         if plan.action == "exact":
             memory.install(None, plan, self.config, device)
@@ -290,6 +311,8 @@ class CompiledGraph:
     def __call__(self, args: list[Any]) -> Any:
         with self.registry.lock:
             args = list(args)
+            with torch.no_grad():
+                self._follow_model(args)
             if self.cached:
                 return self._call_cached(args)
             if self.stateless:
@@ -341,6 +364,10 @@ class CompiledGraph:
         if cache is None:
             cache = self._adopt(keys, args, born)
             cache.tokens = 0 if born else int(self._read_slots(args).min())
+        if cache.owner != self.owner:
+            # Latents in another model's basis mean nothing to this one; the dense buffers mean what they say.
+            cache.phase, cache.owner = "dense", self.owner
+            cache.inputs.clear()
         self._check_counters(cache, args)
         if not born:
             self._check_room(cache, fresh, args)

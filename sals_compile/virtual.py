@@ -92,8 +92,8 @@ class VirtualCache:
         self.inputs: dict[Any, list[Tensor]] = {}
         #: per graph, which weights they were made of
         self.stamps: dict[Any, list[tuple[int, int]]] = {}
-        #: graphs whose state this is
-        self.claimed: weakref.WeakSet[VirtualGraph] = weakref.WeakSet()
+        #: graphs whose state this is, and the weights they then had
+        self.claimed: weakref.WeakKeyDictionary[VirtualGraph, Any] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualCache:
         """A cache of its own with the same tokens, for the same model."""
@@ -300,6 +300,7 @@ class VirtualGraph(CompiledGraph):
         plans = [p if p.site.virtual else dataclasses.replace(p, action="dense", reason=reason) for p in plans]
         self.held = [i for i, p in enumerate(plans) if p.site.virtual]
         self.fitters: dict[int, Fitter] = {}
+        self.owners: dict[int, SiteMemory] = {}
         super().__init__(gm, plans, row_groups(plans), config, registry, example, mode)
 
     def _prepare(self, example: dict[Node, Any]) -> None:
@@ -308,15 +309,21 @@ class VirtualGraph(CompiledGraph):
 
     def _prepare_state(self, example: dict[Node, Any]) -> None:
         super()._prepare(example)
+    def _follow_model(self, args: Sequence[Any]) -> None:
+        before = self.owner
+        super()._follow_model(args)
+        if self.owner == before and self.owners:
+            return
         #: who a cache belongs to: the model's memory of each layer
-        self.owners = {
-            i: self.registry.memory(self._owner(self.plans[i], example), self.plans[i].site.name) for i in self.held
-        }
+        self.owners = {i: self.memories[i] for i in self.held}
         for index in self.active:
             memory, plan = self.memories[index], self.plans[index]
             memory.reserve(plan, self.config, plan.site.output.meta["val"].device)
-            if not memory.ready:
+            if index in self.fitters:
+                self.fitters[index].memory = memory
+            elif not memory.ready:
                 self.fitters[index] = Fitter(plan, memory, self.config)
+                self.variants.clear()  # their graphs make no basis
 
     def _compile_ahead(self) -> None:
         """Nothing: a call that a variant's guards exclude runs node by node."""
@@ -333,6 +340,7 @@ class VirtualGraph(CompiledGraph):
             cache = self._cache(args)
             # State made under inference_mode() could not be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
+                self._follow_model(args)
                 self._claim(cache, args)
                 fresh = self.sizes(self._site(self.held[0]).key_cache.slots.meta["val"].shape[-1], args)
                 self._count(cache, fresh, args)
@@ -385,7 +393,7 @@ class VirtualGraph(CompiledGraph):
 
     def _claim(self, cache: VirtualCache, args: Sequence[Any]) -> None:
         """Make the cache this model's, of this batch size; a cache that holds tokens must be already."""
-        if self in cache.claimed:
+        if self.owner and cache.claimed.get(self) == self.owner:
             return
         owner = {self._handle(i, args): self.owners[i] for i in self.held}
         batch = int(self._site(self.held[0]).key_cache.buffer.meta["val"].shape[0])
@@ -396,7 +404,7 @@ class VirtualGraph(CompiledGraph):
                 if wanted > shared.cos.shape[0]:
                     shared.spread(wanted)
                     cache.inputs.clear()
-            cache.claimed.add(self)
+            cache.claimed[self] = self.owner
             return
         if cache.tokens and cache.owner is not None and cache.owner != owner:
             raise RuntimeError(
@@ -424,7 +432,7 @@ class VirtualGraph(CompiledGraph):
                     value = write.buffer.meta["val"]
                     buffers[field] = torch.zeros(tuple(map(int, value.shape)), dtype=value.dtype, device=value.device)
                 cache.kept.setdefault(self._handle(index, args), buffers)
-        cache.claimed.add(self)
+        cache.claimed[self] = self.owner
 
     def _count(self, cache: VirtualCache, fresh: int, args: Sequence[Any]) -> None:
         """Hold the host's count of tokens against the layers' own counters, where somebody else wrote to them."""

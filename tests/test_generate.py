@@ -361,3 +361,25 @@ def test_no_dense_keys_are_allocated(model):
     caches.clear()
     gc.collect()
     assert not any(s() is not None for s in states)
+
+
+def test_two_models_of_one_shape_keep_their_own_bases():
+    models = [llama(), llama()]
+    for parameter in models[1].parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    tokens, cuts = torch.randint(0, 64, (1, 60)), [40, *range(41, 61)]
+
+    def alone(model):
+        torch._dynamo.reset()
+        return rollout(compiled(model.forward, **SMALL), tokens, cuts, SalsCache(model.config, CAPACITY))
+
+    expected = [alone(model) for model in models]
+    torch._dynamo.reset()
+    forward = torch.compile(
+        lambda model, *args, **kwargs: model(*args, **kwargs), backend="sals", options={"lowering": "eager", **SMALL}
+    )
+    for model, wanted in zip(models, expected, strict=True):
+        found = rollout(
+            lambda *a, model=model, **k: forward(model, *a, **k), tokens, cuts, SalsCache(model.config, CAPACITY)
+        )
+        assert torch.equal(found, wanted)

@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 from test_exact import assert_close, compiled
-from tiny import llama, rollout, static_cache
+from tiny import CachedAttention, llama, rollout, static_cache
 
 import sals_compile
 
@@ -312,3 +312,47 @@ def test_layers_at_different_positions_stay_dense(model, caplog):
         results.append(torch.cat(pieces, 1))
     assert_close(results[1], results[0], torch.float32)
     assert "different positions" in caplog.text
+
+
+@pytest.mark.parametrize("basis", ["query_weighted", "weights"])
+def test_blocks_that_share_a_graph_have_a_basis_each(basis):
+    """Dynamo gives modules of one class one graph, since their weights are inputs of it."""
+    options = {**SMALL, "rank": 0.25, "basis": basis}
+    blocks = [CachedAttention(4, 2, 32, True, "bool", False, 0.2).eval() for _ in range(2)]
+    inputs, cuts = [torch.randn(1, 64, 128) for _ in blocks], [60, 61, 62, 63, 64]
+
+    def apart(block, x):
+        torch._dynamo.reset()
+        return block.rollout(compiled(block, **options), x, cuts, 80)
+
+    expected = [apart(block, x) for block, x in zip(blocks, inputs, strict=True)]
+    torch._dynamo.reset()
+    before = len(sals_compile.compiled_reports())
+    forward = torch.compile(
+        lambda block, *args: block(*args), backend="sals", options={"lowering": "eager", "sinks": 2, **options}
+    )
+    for _ in range(2):  # taken in turns, too
+        for block, x, wanted in zip(blocks, inputs, expected, strict=True):
+            assert torch.equal(block.rollout(lambda *a, block=block: forward(block, *a), x, cuts, 80), wanted)
+    assert len(sals_compile.compiled_reports()) - before == 2  # a prefill's and a decode step's
+
+
+def test_a_cache_handed_to_another_model_is_read_anew():
+    """What the dense model would do with the buffers, no matter whose latents lie beside them."""
+    models = [llama(), llama()]
+    for parameter in models[1].parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    tokens = torch.randint(0, 64, (1, 60))
+
+    def run(forwards):
+        cache = static_cache(models[0], 80)
+        first = rollout(forwards[0], tokens[:, :44], [40, 41, 42, 43, 44], cache)
+        with torch.no_grad():
+            second = [forwards[1](tokens[:, i : i + 1], past_key_values=cache).logits for i in range(44, 48)]
+        return torch.cat((first, *second), 1)
+
+    expected = run([m.forward for m in models])
+    exact = run([compiled(m.forward, attention="exact") for m in models])
+    assert_close(exact, expected, torch.float32)
+    sparse = run([compiled(m.forward, **SMALL) for m in models])
+    assert torch.isfinite(sparse).all()
