@@ -202,7 +202,7 @@ class CompiledGraph:
         self.owner: tuple[int, ...] = ()
         for index, entry in enumerate(plans):
             node = self._owner(entry, example)
-            if node in self.position and isinstance(example[node], torch.nn.Parameter):
+            if node is not None and isinstance(example[node], torch.nn.Parameter):
                 self.owner_of[index] = self.position[node]
             else:  # what passes is not the model's: its memory lives with this graph
                 owner = torch.empty(1) if node is None else example[node]
