@@ -90,6 +90,12 @@ def _summary(graph: GraphReport) -> str:
         cards.append(
             ("budget", f"{span} tokens", f"{c.sinks} sinks, {c.recents} recents, {chosen} chosen by score"),
         )
+        masses = [s.predicted_mass for s in graph.sites if s.predicted_mass is not None]
+        if masses:
+            span = f"{min(masses):.0%}" if len(masses) == 1 else f"{min(masses):.0%} to {max(masses):.0%}"
+            cards.append(("predicted retained mass", span, "of attention, by layer, on the calibration's text"))
+        else:
+            cards.append(("predicted retained mass", "not known", "give option calibration to predict it"))
     cards.append(("compile passes", f"{sum(graph.timings.values()):.2f} s", "before lowering"))
     boxes = "".join(
         f'<div class="card"><span>{escape(k)}</span><b>{escape(v)}</b><small>{escape(d)}</small></div>'
@@ -105,7 +111,20 @@ def _summary(graph: GraphReport) -> str:
 
 
 def _table(graph: GraphReport, number: int) -> str:
-    columns = ("site", "became", "heads", "rotary", "mask", "cache", "R / Rs", "T", "bytes/token", "verified", "why")
+    columns = (
+        "site",
+        "became",
+        "heads",
+        "rotary",
+        "mask",
+        "cache",
+        "R / Rs",
+        "T",
+        "mass",
+        "bytes/token",
+        "verified",
+        "why",
+    )
     rows = []
     for index, site in enumerate(graph.sites):
         mask = site.mask + (f"; score: {site.score}" if site.score else "")
@@ -119,6 +138,7 @@ def _table(graph: GraphReport, number: int) -> str:
             escape(site.cache),
             f"{site.rank} / {site.score_rank}" if site.rank else "",
             str(site.budget or ""),
+            "" if site.predicted_mass is None else f"{site.predicted_mass:.3f}",
             size,
             "" if site.verified_error is None else f"{site.verified_error:.0e}",
             escape(site.reason),
@@ -130,7 +150,8 @@ def _table(graph: GraphReport, number: int) -> str:
     legend = (
         '<p class="legend">heads: query/KV×dim. mask and score: expressions over batch <code>b</code>, head '
         "<code>h</code>, query <code>q</code> and cache slot <code>kv</code>; <code>a0</code> is a tensor and "
-        "<code>n0</code> an integer of the graph. R/Rs: rank and score rank. T: tokens attended. bytes/token: "
+        "<code>n0</code> an integer of the graph. R/Rs: rank and score rank. T: tokens attended. mass: share of attention "
+        "that the best T tokens get on the calibration's text. bytes/token: "
         "stored/dense. verified: relative error measured.</p>"
     )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

@@ -54,6 +54,8 @@ class SiteReport:
     rank: int = 0
     score_rank: int = 0
     budget: int = 0
+    #: the share of attention that the best ``budget`` tokens get on the calibration's text (None without one)
+    predicted_mass: float | None = None
     verified_error: float | None = None
     #: of a factored query projection: its rank, and the share of its outputs' variance that the rank keeps
     query_rank: int = 0
@@ -442,12 +444,22 @@ def _site_report(plan: SitePlan, config: SalsConfig) -> SiteReport:
         rank=plan.rank,
         score_rank=plan.score_rank,
         budget=plan.budget if plan.action == "sals" else 0,
+        predicted_mass=_predicted_mass(plan, config),
         verified_error=plan.verified_error,
         query_rank=plan.low_rank_query.rank if plan.low_rank_query else 0,
         query_retained=plan.low_rank_query.retained if plan.low_rank_query else None,
         kv_bytes_per_token=sparse,
         dense_bytes_per_token=dense,
     )
+
+
+def _predicted_mass(plan: SitePlan, config: SalsConfig) -> float | None:
+    if plan.action != "sals" or config.calibration is None or isinstance(config.calibration, str):
+        return None
+    try:
+        return config.calibration.retained(plan.site.name, plan.budget)
+    except ValueError:  # a site without queries in the calibration's text
+        return None
 
 
 def _rotary_text(site: AttentionSite) -> str:

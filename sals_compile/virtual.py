@@ -309,6 +309,7 @@ class VirtualGraph(CompiledGraph):
 
     def _prepare_state(self, example: dict[Node, Any]) -> None:
         super()._prepare(example)
+
     def _follow_model(self, args: Sequence[Any]) -> None:
         before = self.owner
         super()._follow_model(args)

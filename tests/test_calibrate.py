@@ -14,7 +14,7 @@ from tiny import Attention, CachedAttention, llama, rollout, static_cache
 from torch import nn
 
 import sals_compile
-from sals_compile import basis
+from sals_compile import basis, explain
 from sals_compile.backend import registry_for
 from sals_compile.calibrate import (
     BUDGETS,
@@ -334,3 +334,14 @@ def test_bad_automatic_options(options, words):
         SalsConfig.from_options(options)
     for word in words:
         assert word in str(error.value)
+
+
+def test_explain_predicts_the_mass_that_a_budget_keeps(model, made, tmp_path):
+    step = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "past_key_values": static_cache(model, 60)}
+    found = explain(model.forward, options={"calibration": made, **SMALL}, **step)
+    assert [s.predicted_mass for s in found.sites] == [made.retained(n, SMALL["budget"]) for n in NAMES]
+    found.save_html(tmp_path / "with.html")
+    page = (tmp_path / "with.html").read_text()
+    assert "predicted retained mass" in page and f"{found.sites[0].predicted_mass:.3f}" in page
+    step["past_key_values"] = static_cache(model, 60)
+    assert all(s.predicted_mass is None for s in explain(model.forward, options=SMALL, **step).sites)
