@@ -150,8 +150,8 @@ def _table(graph: GraphReport, number: int) -> str:
     legend = (
         '<p class="legend">heads: query/KV×dim. mask and score: expressions over batch <code>b</code>, head '
         "<code>h</code>, query <code>q</code> and cache slot <code>kv</code>; <code>a0</code> is a tensor and "
-        "<code>n0</code> an integer of the graph. R/Rs: rank and score rank. T: tokens attended. mass: share of attention "
-        "that the best T tokens get on the calibration's text. bytes/token: "
+        "<code>n0</code> an integer of the graph. R/Rs: rank and score rank. T: tokens attended. mass: share of "
+        "attention that the best T tokens get on the calibration's text. bytes/token: "
         "stored/dense. verified: relative error measured.</p>"
     )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
