@@ -60,7 +60,7 @@ def test_value_codes_are_packed_as_documented(dim, bits):
     packed, scales = reference.quantize_values(value, bits)
     width = dim * bits // 8
     assert packed.shape == (3, 2, width) and packed.dtype == torch.uint8
-    step, low = (s.float().repeat_interleave(reference.value_group(dim), -1) for s in scales.unbind(-1))
+    step, low = (s.float().repeat_interleave(reference.value_group(dim, bits), -1) for s in scales.unbind(-1))
     found = reference.dequantize_values(packed, scales, dim)
     for i in range(dim):
         code = (packed[..., i % width] >> (bits * (i // width))) & (2**bits - 1)
@@ -107,7 +107,7 @@ def test_value_codes_are_within_half_a_step(dim, bits):
     value = torch.randn(2, 5, 3, dim) @ transform
     codes, scales = reference.quantize_values(value, bits)
     error = (reference.dequantize_values(codes, scales, dim) - value).abs()
-    step = scales[..., 0].float().repeat_interleave(reference.value_group(dim), -1)
+    step = scales[..., 0].float().repeat_interleave(reference.value_group(dim, bits), -1)
     assert (error <= 0.51 * step + 4e-3).all()  # fp16 minimum and step
 
 
