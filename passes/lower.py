@@ -71,17 +71,16 @@ def fuse_decode(gm: GraphModule) -> None:
     encode, score_select, attend = (ops.operator(n) for n in ("encode", "score_select", "attend"))
     encodes = {n.args[0]: n for n in gm.graph.find_nodes(op="call_function", target=encode)}
     for node in gm.graph.find_nodes(op="call_function", target=attend):
-        query, chosen, *attended = node.args
-        stored = encodes.get(attended[0])
-        if stored is None or chosen.target is not score_select or len(chosen.users) > 1 or node.kwargs:
-            continue
-        scored = _arguments(chosen)
-        if scored["head_score"] != "sum" or scored["query"] is not query or not stored < chosen:
+        _, chosen, codes, *_ = node.args
+        stored = encodes.get(codes)
+        if stored is None or chosen.target is not score_select or len(chosen.users) > 1 or not stored < chosen:
             continue
         parts = [_arguments(n) for n in (stored, chosen, node)]
         together = parts[0] | parts[1] | parts[2]
-        # Scores are ranked, whatever their scale.
-        if any(part[name] != together[name] for part in parts for name in part if name != "scale"):
+        # Scores are ranked, whatever their scale. What two of them take must be the same, the query too.
+        if together["head_score"] != "sum" or any(
+            part[name] != together[name] for part in parts for name in part if name != "scale"
+        ):
             continue
         names = [a.name for a in ops.operator("decode")._schema.arguments]
         with gm.graph.inserting_before(node):

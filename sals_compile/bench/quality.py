@@ -82,8 +82,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "rank-1/4": ("sals", {"rank": 0.25}),
     "rank-1/8": ("sals", {"rank": 0.125}),
     "max": ("sals, heads' maximum", {"head_score": "max"}),
-    "mass": ("sals, heads' mass", {"head_score": "mass"}),
-    "mass-1/4": ("sals, heads' mass", {"head_score": "mass", "rank": 0.25}),
+    "sum": ("sals, heads' sum", {"head_score": "sum"}),
+    "sum-1/4": ("sals, heads' sum", {"head_score": "sum", "rank": 0.25}),
     "score-1/4": ("sals, score rank 1/4", {"score_rank": 0.25}),
     "rope-free": ("sals, rope-free score", {"scoring": "rope_free"}),
     "pca": ("sals, pca basis", {"basis": "pca"}),
@@ -110,7 +110,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 DEFAULT_ROWS = (
-    "default", "paper-25", "paper-12.5", "compact", "mass", "mass-1/4", "rope-free", "pca", "value-16", "T-1024",
+    "default", "paper-25", "paper-12.5", "compact", "sum", "rank-1/4", "rope-free", "pca", "value-16", "T-1024",
     "oracle", "random", "recent",
 )  # fmt: skip
 
