@@ -117,7 +117,7 @@ def test_decode_uses_the_bases_of_a_calibration(model, made, form, tmp_path, cap
     assert registry.caches.get(cache.layers[0].keys).phase == "sparse"
     for number, name in enumerate(NAMES):
         memory = registry.memory(model.model.layers[number].self_attn.k_proj.weight, name)
-        expected = made.basis(name, "query_weighted", 16)
+        expected = made.basis(name, "query_weighted", 14)
         torch.testing.assert_close(memory.tensors["encoder"], expected.encoder)
         assert memory.query_moment is None and memory.key_moment is None  # nothing was observed
     expected = rollout(model.forward, tokens, cuts, static_cache(model, 60))

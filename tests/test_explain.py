@@ -50,7 +50,7 @@ def test_sites(found):
         assert site.status == "sals"
         assert site.reason == "24 of 60 cached tokens attended per query"
         assert (site.heads, site.rotary, site.mask) == ("4/2x16", "half", "kv <= a0")
-        assert (site.rank, site.score_rank, site.budget) == (16, 4, 24)
+        assert (site.rank, site.score_rank, site.budget) == (14, 4, 24)
         assert 0 <= site.verified_error < 1e-4
         assert 0 < site.kv_bytes_per_token < site.dense_bytes_per_token == 2 * 32 * 4
     (graph,) = found.graphs

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_exact import compiled
 from tiny import Attention, llama, rollout, static_cache
 
@@ -50,8 +52,31 @@ def test_rank_over_the_joint_width_names_both():
 
 
 def test_fractions_and_defaults():
-    assert SalsConfig().resolve_rank(192) == (96, 24)
+    assert SalsConfig().resolve_rank(192) == (94, 24)
     assert SalsConfig(attention="exact").resolve_rank(192) == (192, 192)
+
+
+@given(
+    fraction=st.floats(0.01, 1, exclude_max=True), width=st.integers(1, 128).map(lambda n: 32 * n),
+    bits=st.sampled_from([8, 16]),
+)  # fmt: skip
+def test_a_fraction_of_the_key_holds_the_scale_too(fraction, width, bits):
+    rank, score_rank = SalsConfig(rank=fraction, score_rank=fraction, latent_bits=bits).resolve_rank(width)
+    scale = 16 if bits == 8 else 0
+    assert 1 <= score_rank <= rank <= width
+    assert rank == 1 or rank * bits + scale <= (fraction * width + 0.5) * bits  # a fraction is rounded as it always was
+    # No more is given away than the scale and the alignment of a row ask for.
+    assert rank * bits + scale > (fraction * width - (16 if width >= 512 else 2) - 0.5) * bits
+
+
+def test_ranks_by_fraction():
+    ranks = {width: [SalsConfig(rank=r).resolve_rank(width)[0] for r in (0.5, 0.25)] for width in (192, 1024, 4096)}
+    assert ranks == {192: [94, 46], 1024: [496, 240], 4096: [2032, 1008]}
+    assert SalsConfig(rank=1.0).resolve_rank(192)[0] == 192
+    assert SalsConfig(rank=96).resolve_rank(192)[0] == 96
+    assert SalsConfig(rank=0.125).resolve_rank(192) == (22, 22)
+    with pytest.raises(OptionError, match="score_rank"):
+        SalsConfig(rank=0.125, score_rank=0.25).resolve_rank(192)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

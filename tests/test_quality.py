@@ -105,14 +105,14 @@ def test_storage_counts_everything(results):
     """One dense layer, one sparse: latents, scales, value codes and scales, rings, rotary rows, block means."""
     result = results[0]
     slots, width = 256, 2  # padded to whole blocks of 128; stored for a 16-bit model
-    latent = slots * (16 + 2)
+    latent = slots * (14 + 2)
     values = slots * (2 * 8 + 2 * 2 * width)
     rings = 2 * 16 * 32 * width
     rows = 2 * slots * 16 * width + 2 * 2 * 16 * 4 + 16 * 4
     assert result.bytes == pytest.approx((latent + values + rings + rows) / 160 + 2 * 32 * width)
     assert result.dense_bytes == 2 * 2 * 32 * width
-    assert result.key_share == pytest.approx((16 + 2) / (32 * width))
-    assert result.layer_ratio == pytest.approx(2 * 32 * width / (16 + 2 + 2 * 8 + 2 * 2 * width))
+    assert result.key_share == pytest.approx(0.25)
+    assert result.layer_ratio == pytest.approx(2 * 32 * width / (14 + 2 + 2 * 8 + 2 * 2 * width))
 
 
 def test_a_shared_prefill_is_the_rows_own(results):
