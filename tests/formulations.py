@@ -791,6 +791,22 @@ def _mask_problems(spec: Spec, site: Any, report: Any, inputs: Sequence[Any], nu
     return problems
 
 
+#: Largest relative error of exact mode accepted, by dtype.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+def judge(spec: Spec) -> tuple[str, str] | None:
+    """None where exact mode equals dense and the records are as intended; else what is wrong (``miscompiled`` or
+    ``missed``) and how."""
+    outcome = run_spec(spec)
+    error, problems = outcome.error(), record_problems(spec, outcome)
+    if not error < TOLERANCE[spec.dtype]:
+        return "miscompiled", f"relative error {error:.2e} for {spec}"
+    if problems or not outcome.reports:
+        return "missed", f"{problems} for {spec}"
+    return None
+
+
 # ---- near misses: what looks like attention and must not be taken for it ---------------------------------------------
 
 #: name -> whether the miss must be declined (else: rewritten rightly, or declined). Each has a positive twin.
