@@ -243,6 +243,20 @@ def test_needles_run_on_both_models():
     json.dumps(scores.summary())
 
 
+def test_scores_have_their_spread():
+    pairs = [(1.0, 1.0)] * 5 + [(1.0, 0.0)] + [(0.0, 0.0)] * 4  # of ten prompts the dense model answers six
+    scores = needles.Scores({}, [needles.Answers("passkey", 0.5, ["1"], *pair, "", "") for pair in pairs])
+    row = scores.summary()["passkey"]
+    assert row == scores.summary()["all"]
+    assert (row["dense"], row["sals"], row["ratio"]) == pytest.approx((0.6, 0.5, 5 / 6))
+    assert row["dense_error"] == pytest.approx((0.6 * 0.4 / 10) ** 0.5)
+    assert row["sals_error"] == pytest.approx((0.5 * 0.5 / 10) ** 0.5)
+    # Pairs: five answers of 1 for an expected 5/6, one of 0 for it, four of 0 for 0.
+    assert row["ratio_error"] == pytest.approx(((5 * (1 / 6) ** 2 + (5 / 6) ** 2) / 9 / 10) ** 0.5 / 0.6)
+    same = needles.Scores({}, [needles.Answers("passkey", 0.5, ["1"], 1.0, 1.0, "", "")] * 3)
+    assert same.summary()["all"]["ratio_error"] == 0
+
+
 def test_needles_of_the_dense_model_are_those_of_generate():
     """What "dense" answers here is what plain greedy decoding of the whole prompt answers."""
     model = llama()

@@ -11,7 +11,9 @@ the answer, are then decoded sparsely, :data:`CHUNK` tokens of the question at a
 the question in one dense pass, as it would where the question is part of the prefill. Then the same questions are
 asked of the dense model from the same cache.
 
-    sals bench needles --tokens 4096 --count 4 --json needles.json
+Figures are shown with their standard errors: six prompts a text, and forty say little about a share of 0.95.
+
+    sals bench needles --tokens 4096 --count 8 --json needles.json
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -94,13 +97,24 @@ class Scores:
         return sum(found) / max(len(found), 1)
 
     def summary(self) -> dict[str, Any]:
-        """Accuracies by task and overall, and SALS's as a share of the dense model's (None if that is 0)."""
+        """Accuracies by task and overall, and SALS's as a share of the dense model's (None if that is 0), each with its
+        standard error (``_error``).
+
+        An accuracy's is the binomial one, of prompts drawn independently. Both models answer the same prompts, which
+        are hard or easy for both, so the ratio's is that of paired answers: ``sd(sals - ratio * dense) / (dense √n)``.
+        """
         result: dict[str, Any] = {}
         for task in [*dict.fromkeys(a.task for a in self.answers), None]:
             dense, sals = self.mean("dense", task), self.mean("sals", task)
-            count = sum(task in (None, a.task) for a in self.answers)
-            ratio = sals / dense if dense else None
-            result[task or "all"] = {"prompts": count, "dense": dense, "sals": sals, "ratio": ratio}
+            asked = [a for a in self.answers if task in (None, a.task)]
+            count = len(asked)
+            row: dict[str, Any] = {"prompts": count, "dense": dense, "sals": sals, "ratio": None}
+            row |= {f"{kind}_error": math.sqrt(row[kind] * (1 - row[kind]) / count) for kind in ("dense", "sals")}
+            if dense:
+                row["ratio"] = ratio = sals / dense
+                squares = sum((a.sals - ratio * a.dense) ** 2 for a in asked)
+                row["ratio_error"] = math.sqrt(squares / max(count - 1, 1) / count) / dense
+            result[task or "all"] = row
         return result
 
 
@@ -283,7 +297,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--model", default="smollm2", help="as for `sals explain`, language models only")
     made.add_argument("--tokens", type=int, default=4096, help="tokens of a text")
-    made.add_argument("--count", type=int, default=4, help="texts, each with up to six questions")
+    made.add_argument("--count", type=int, default=8, help="texts, each with up to six questions")
     made.add_argument("--steps", type=int, default=18, help="most tokens of an answer")
     made.add_argument("--tasks", default=",".join(TASKS))
     made.add_argument("--text", type=Path, metavar="FILE", help="the haystack (default: English prose)")
@@ -335,8 +349,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for column in ("task", "prompts", "dense", "SALS", "SALS / dense"):
         shown.add_column(column, justify="left" if column == "task" else "right")
     for task, row in scores.summary().items():
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
-        shown.add_row(task, str(row["prompts"]), f"{row['dense']:.3f}", f"{row['sals']:.3f}", ratio)
+        columns = ("dense", "sals", "ratio")
+        figures = ("" if row[k] is None else f"{row[k]:.3f} ± {row[f'{k}_error']:.3f}" for k in columns)
+        shown.add_row(task, str(row["prompts"]), *figures)
     Console(width=None if sys.stdout.isatty() else 120).print(shown)
     return 0
 
