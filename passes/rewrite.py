@@ -29,6 +29,7 @@ from .verify import rotary_rows, site_slots
 SDPA = ops.operator("scaled_dot_product_attention")
 LATENT_FIELDS = ("codes", "scales", "value_codes", "value_scales", "ring_key", "ring_value")
 BASIS_FIELDS = ("encoder", "decoder", "value_transform")
+DECODER_FIELDS = ("decoder_codes", "decoder_scales")
 ROW_FIELDS = ("cos", "sin", "block_cos", "block_sin", "ring_slots")
 QUERY_FIELDS = ("down", "up", "shift")
 
@@ -99,6 +100,12 @@ def slot_recipe(slots: Node) -> str:
         )
         lines.append(f"{kind} {computed}")
     return "\n".join(lines)
+
+
+def basis_fields(plan: SitePlan, config: SalsConfig) -> tuple[str, ...]:
+    """The tensors of a site's basis that its graphs take."""
+    int8 = plan.action == "sals" and plan.site.cached and config.decoder_in_int8(plan.site.dtype)
+    return BASIS_FIELDS + DECODER_FIELDS if int8 else BASIS_FIELDS
 
 
 class _Writer:
@@ -295,6 +302,7 @@ def _cached(
         config.head_score,
         site.scale,
     )
+    int8 = [writer.input("basis", index, f) for f in DECODER_FIELDS if f in basis_fields(entry, config)]
     return writer.call(
         "attend",
         query,
@@ -308,6 +316,7 @@ def _cached(
         site.scale,
         site.rotary_form,
         _sinks(site, get),
+        *int8,
     )
 
 

@@ -22,7 +22,7 @@ from .basis import Basis, factor_projection, pca, query_weighted, relative_rows,
 from .config import SalsConfig
 from .kernels import reference
 from .passes.ir import AttentionSite, SitePlan
-from .passes.rewrite import RowGroup
+from .passes.rewrite import RowGroup, basis_fields
 
 log = logging.getLogger("sals_compile")
 
@@ -244,20 +244,16 @@ class SiteMemory:
         return getattr(self, kind)
 
     def reserve(self, plan: SitePlan, config: SalsConfig, device: torch.device) -> dict[str, Tensor]:
-        """The tensors that the graph takes (``encoder``, ``decoder``, ``value_transform``): the same ones from now on,
-        filled by :meth:`install`.
+        """The tensors that the graph takes (``encoder``, ``decoder``, ``value_transform``; also ``decoder_codes`` and
+        ``decoder_scales`` where keys are rebuilt in int8): the same ones from now on, filled by :meth:`install`.
         """
         if not self.tensors:
             site = plan.site
-            kind = torch.float32 if device.type == "cpu" else site.dtype
-            width, dim = site.joint_width, site.head_dim
+            dim = site.head_dim
             plain = plan.action == "exact" or config.value_transform == "none" or config.value_bits == 16
             transform = torch.eye(dim) if plain else reference.hadamard(dim)
-            self.tensors = {
-                "encoder": torch.zeros((width, plan.rank), dtype=kind, device=device),
-                "decoder": torch.zeros((plan.rank, width), dtype=kind, device=device),
-                "value_transform": transform.to(device=device, dtype=kind).contiguous(),
-            }
+            self.tensors = {name: blank_basis(plan, name, device) for name in basis_fields(plan, config)}
+            self.tensors["value_transform"].copy_(transform)
         return self.tensors
 
     def install(self, basis: Basis | None, plan: SitePlan, config: SalsConfig, device: torch.device) -> None:
@@ -269,7 +265,27 @@ class SiteMemory:
             encoder, decoder = basis.encoder, basis.decoder
         tensors["encoder"].copy_(encoder)
         tensors["decoder"].copy_(decoder)
+        if "decoder_codes" in tensors:
+            site = plan.site
+            found = reference.quantize_decoder(decoder, site.head_dim, site.rotary_dim, site.rotary_form)
+            for name, value in zip(("decoder_codes", "decoder_scales"), found, strict=True):
+                tensors[name].copy_(value)
         self.basis, self.ready = basis, True
+
+
+def blank_basis(plan: SitePlan, name: str, device: torch.device) -> Tensor:
+    """A tensor for one of :func:`~sals_compile.passes.rewrite.basis_fields`, zero until a basis is known."""
+    site = plan.site
+    width, dim = site.joint_width, site.head_dim
+    own = torch.float32 if device.type == "cpu" else site.dtype
+    shape, dtype = {
+        "encoder": ((width, plan.rank), own),
+        "decoder": ((plan.rank, width), own),
+        "value_transform": ((dim, dim), own),
+        "decoder_codes": ((width, plan.rank), torch.int8),
+        "decoder_scales": ((width,), torch.float32),
+    }[name]
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def make_basis(memory: SiteMemory, plan: SitePlan, config: SalsConfig, rows: Rows | None, projection: Any) -> Basis:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 ATTENTION = ("sals", "reconstruct", "exact", "dense")
 LOWERING = ("inductor", "eager", "mlir")
 BASIS = ("query_weighted", "pca", "weights")
@@ -60,6 +62,9 @@ class SalsConfig:
             take with its scale (see :meth:`resolve_rank`). 0.5 with 8-bit codes is a quarter of a 16-bit key.
         score_rank: ``Rs``, the leading latent coordinates that score tokens; an int, or a float as a fraction of ``E``.
         latent_bits: 8 (int8 with one scale per token) or 16 (the key's own floating type).
+        decoder_bits: of the decoder that rebuilds the selected keys. 8 (int8 with one scale per column, for int8 tensor
+            cores; needs ``latent_bits=8``) or 16 (the model's own type). None: 8 where latents have 8 bits and the
+            model computes in half precision.
         value_bits: 2, 4 or 8 (grouped along the head dim), or 16 (the value's own type). 2 has no Triton kernel: on a
             GPU its operators run as plain PyTorch.
         value_transform: ``"hadamard"`` rotates each value head before quantising (undone on the output), or ``"none"``.
@@ -99,6 +104,7 @@ class SalsConfig:
     rank: int | float = 0.5
     score_rank: int | float = 0.125
     latent_bits: int = 8
+    decoder_bits: int | None = None
     value_bits: int = 4
     value_transform: str = "hadamard"
     basis: str = "query_weighted"
@@ -128,6 +134,12 @@ class SalsConfig:
         _one_of("scoring", self.scoring, SCORING)
         _one_of("head_score", self.head_score, HEAD_SCORE)
         _one_of("latent_bits", self.latent_bits, (8, 16))
+        _one_of("decoder_bits", self.decoder_bits, (8, 16, None))
+        if self.decoder_bits == 8 and self.latent_bits != 8:
+            raise OptionError(
+                f"option decoder_bits=8: an int8 decoder multiplies int8 latents, and latent_bits is "
+                f"{self.latent_bits!r}; set latent_bits=8, or leave decoder_bits unset"
+            )
         _one_of("value_bits", self.value_bits, (2, 4, 8, 16))
         _one_of("value_transform", self.value_transform, ("hadamard", "none"))
         _one_of("on_decline", self.on_decline, ("dense", "error"))
@@ -194,6 +206,12 @@ class SalsConfig:
             options[name] = _typed(name, value)
         return SalsConfig(**PRESETS.get(options.get("preset") or "", {}) | options)
 
+    def decoder_in_int8(self, dtype: torch.dtype) -> bool:
+        """Whether a site that computes in ``dtype`` rebuilds its selected keys from an int8 decoder."""
+        if self.attention == "exact" or self.latent_bits != 8:
+            return False
+        return dtype != torch.float32 if self.decoder_bits is None else self.decoder_bits == 8
+
     def resolve_rank(self, joint_width: int) -> tuple[int, int]:
         """``(R, Rs)`` for ``E = joint_width``. Raises :class:`OptionError` for a rank over ``E`` or ``Rs > R``.
 
@@ -245,6 +263,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "rank": (int, float),
     "score_rank": (int, float),
     "query_rank": (int, float, type(None)),
+    "decoder_bits": (int, type(None)),
     "cudagraphs": (bool,),
     "inductor": (Mapping,),
     "budget": (int, str),

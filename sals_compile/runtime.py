@@ -28,6 +28,7 @@ from .cache import (
     Rows,
     SiteMemory,
     StorageDict,
+    blank_basis,
     buffer_key,
     import_dense,
     make_basis,
@@ -656,7 +657,11 @@ class CompiledGraph:
             return self.memories[entry.owner].moment(site, entry.kind, site.output.meta["val"].device)
         if entry.kind == "basis":
             tensors = self.memories[entry.owner].tensors
-            return tensors[entry.field] if tensors else self._blank_basis(entry)
+            if tensors:
+                return tensors[entry.field]
+            # A dynamic graph's sparse variant is compiled before its basis is known.
+            plan = self.plans[entry.owner]
+            return blank_basis(plan, entry.field, plan.site.output.meta["val"].device)
         if entry.kind == "query":
             return getattr(self._query_factors(entry.owner, args), entry.field)
         assert cache is not None
@@ -679,16 +684,6 @@ class CompiledGraph:
         weight = found.read(args[self.position[found.weight]])
         gain = None if found.norm is None else args[self.position[found.norm]].detach()
         return query_factors(self.registry, self.config, plan.site, found, weight, gain, plan.low_rank_query.rank)
-
-    def _blank_basis(self, entry: StateInput) -> Tensor:
-        """Shapes of a basis that is not computed yet, to compile a dynamic graph's sparse variant ahead."""
-        plan = self.plans[entry.owner]
-        width, dim = plan.site.joint_width, plan.site.head_dim
-        shape = {"encoder": (width, plan.rank), "decoder": (plan.rank, width), "value_transform": (dim, dim)}[
-            entry.field
-        ]
-        device = plan.site.output.meta["val"].device
-        return torch.zeros(shape, dtype=torch.float32 if device.type == "cpu" else plan.site.dtype, device=device)
 
     def _group_rows(self, cache: AdoptedCache, group: int, args: Sequence[Any]) -> Rows:
         index = self.groups[group].sites[0]
