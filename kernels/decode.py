@@ -1,7 +1,7 @@
-"""The Triton launcher of ``sals::decode``: a whole decode step of a site, in four launches.
+"""The Triton launcher of ``sals::decode``: a whole decode step of a site, in four launches (six by ``"mass"``).
 
-1. the new tokens' latents (in parts) and values, and beside them the projected queries (``score.py``);
-2. scores, and beside them the new tokens' latents summed and quantised;
+1. the new tokens' latents (in parts) and values, and beside them the projected queries (``score.py``, ``mass.py``);
+2. scores (by ``"mass"`` in three launches), and beside them the new tokens' latents summed and quantised;
 3. the selection (``select.py``);
 4. attention (``attend.py``), whose ring programs need not wait for the selection.
 """
@@ -47,6 +47,7 @@ def decode(
     rotary: str,
     k: int,
     scale: float,
+    head_score: str = "sum",
     sink_logits: Tensor | None = None,
     decoder_codes: Tensor | None = None,
     decoder_scales: Tensor | None = None,
@@ -64,7 +65,7 @@ def decode(
         encode(*latents, *new)
     chosen = score_select(
         query, codes, scales, decoder, block_cos, block_sin, ring_slots, slots, modifier, tensors, integers, capacity,
-        score_rank, sinks, rotary, k, encoding=encoding, cleared=cleared,
+        score_rank, sinks, rotary, k, head_score, scale, encoding, cleared,
     )  # fmt: skip
     return attend(
         query, chosen, *latents, ring_slots, cos, sin, decoder, value_transform, modifier, tensors, integers, scale,

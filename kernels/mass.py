@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import codegen
+from .encode import Jobs, encode_job, quantize
 from .index_expr import Modifier
 from .launch import (
     after_previous,
@@ -46,65 +47,133 @@ def _project_heads_kernel(
     DR: tl.constexpr, RS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, UPPER_FN: tl.constexpr,
     PRECISION: tl.constexpr, TILE_B: tl.constexpr, TILE_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (blocks, KV head and tile of coordinates, query token): ``projected [rows, blocks, H_PAD, RS]``."""
+    """Program (blocks, KV head, query token): ``projected [rows, blocks, H_PAD, RS]``."""
+    project_heads(
+        query, decoder, block_cos, block_sin, projected, tl.program_id(0), tl.program_id(1), tl.program_id(2),
+        queries, blocks, capacity, query_b, query_l, query_h, rows_p, args,
+        N, G, G_PAD, H_PAD, D, D_PAD, DR, RS, INTERLEAVED, BLOCK, UPPER_FN, PRECISION, TILE_B, TILE_R, PDL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _begin_by_head_kernel(
+    query, decoder, block_cos, block_sin, projected, cleared,
+    value_codes, value_scales, ring_key, ring_value, key_pre, key, value, encoder, value_transform, slots, parts,
+    queries, blocks, capacity, query_b, query_l, query_h, rows_p, args, clear, jobs, block_tiles,
+    tokens, total, window, slots_p, pre_b, pre_l, key_b, key_l, key_n, value_b, value_l, value_n,
+    N: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    DR: tl.constexpr, RS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, UPPER_FN: tl.constexpr,
+    PRECISION: tl.constexpr, TILE_B: tl.constexpr, TILE_R: tl.constexpr,
+    E: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ENCODE_M: tl.constexpr,
+    ENCODE_R: tl.constexpr, ENCODE_E: tl.constexpr, SPLIT_E: tl.constexpr, TILE_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (encoding job, or projection): the two need nothing of each other. Zeroes ``cleared [clear]``."""
+    program = tl.program_id(0)
+    if program < jobs:
+        after_previous(PDL)
+        if program == 0:
+            for first in range(0, clear, 1024):
+                at = first + tl.arange(0, 1024)
+                tl.store(cleared + at, tl.zeros((1024,), tl.int32), mask=at < clear)
+        encode_job(
+            value_codes, value_scales, ring_key, ring_value, key_pre, key, value, encoder, value_transform, slots,
+            parts, program, tokens, queries, total, window, slots_p, pre_b, pre_l, key_b, key_l, key_n,
+            value_b, value_l, value_n,
+            E, R, N, D, D_PAD, GROUP, BITS, ENCODE_M, ENCODE_R, ENCODE_E, SPLIT_E, TILE_V, PRECISION,
+        )  # fmt: skip
+    else:
+        program -= jobs
+        project_heads(
+            query, decoder, block_cos, block_sin, projected,
+            program % block_tiles, program // block_tiles % N, program // (block_tiles * N),
+            queries, blocks, capacity, query_b, query_l, query_h, rows_p, args,
+            N, G, G_PAD, H_PAD, D, D_PAD, DR, RS, INTERLEAVED, BLOCK, UPPER_FN, PRECISION, TILE_B, TILE_R, PDL,
+        )  # fmt: skip
+
+
+@triton.jit
+def project_heads(
+    query, decoder, block_cos, block_sin, projected, tile_b, n, row,
+    queries, blocks, capacity, query_b, query_l, query_h, rows_p, args,
+    N: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    DR: tl.constexpr, RS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, UPPER_FN: tl.constexpr,
+    PRECISION: tl.constexpr, TILE_B: tl.constexpr, TILE_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The heads of KV head ``n``, turned for TILE_B blocks, then projected a few coordinates at a time."""
     COMPUTE: tl.constexpr = query.dtype.element_ty
-    RANKS: tl.constexpr = (RS + TILE_R - 1) // TILE_R
-    n = tl.program_id(1) // RANKS
-    row = tl.program_id(2)
     b = row // queries
     q = row % queries
-    r = tl.program_id(1) % RANKS * TILE_R + tl.arange(0, TILE_R)
     d = tl.arange(0, D_PAD)
-    at = decoder + r[None, :] * (N * D) + n * D + d[:, None]
-    basis = tl.load(at, mask=(d < D)[:, None] & (r < RS)[None, :], other=0.0)
-    m = tl.arange(0, TILE_B * G_PAD)
-    block = tl.program_id(0) * TILE_B + m // G_PAD
-    g = m % G_PAD
+    g = tl.arange(0, G_PAD)
+    block = tile_b * TILE_B + tl.arange(0, TILE_B)
     other, sign = partner(d, DR, INTERLEAVED)
-    known = (block < blocks)[:, None] & (d < D)[None, :]
+    known = (d < D)[None, :]
     after_previous(PDL)
     stop = tl.cdiv(UPPER_FN(b, q, capacity, args), BLOCK) if DR > 0 else 1
-    if tl.program_id(0) * TILE_B < stop:
+    if tile_b * TILE_B < stop:
         own = query + b.to(tl.int64) * query_b + q * query_l + (n * G + tl.minimum(g, G - 1))[:, None] * query_h
-        turned = tl.load(own + d[None, :], mask=known, other=0.0)
+        straight = tl.load(own + d[None, :], mask=known, other=0.0).to(tl.float32)
+        turned = tl.broadcast_to(straight[None, :, :], (TILE_B, G_PAD, D_PAD))
         if DR > 0:
+            # A block's mean rotation is read once for all heads of the group.
             means = (b.to(tl.int64) * rows_p + block)[:, None] * DR
             rotated = (block < blocks)[:, None] & (d < DR)[None, :]
-            cos = tl.where(
-                (d < DR)[None, :], tl.load(block_cos + means + d[None, :], mask=rotated, other=0.0).to(tl.float32), 1.0
-            )
+            cos = tl.load(block_cos + means + d[None, :], mask=rotated, other=0.0).to(tl.float32)
+            cos = tl.where((d < DR)[None, :], cos, 1.0)
             sin = tl.load(block_sin + means + other[None, :], mask=rotated, other=0.0).to(tl.float32)
             across = tl.load(own + other[None, :], mask=known, other=0.0).to(tl.float32) * sign[None, :]
-            turned = (turned.to(tl.float32) * cos + across * sin).to(COMPUTE)
-        products = tl.dot(turned, basis.to(COMPUTE), input_precision=PRECISION)
-        cell = (row.to(tl.int64) * blocks + block) * H_PAD + n * G + g
-        kept = ((block < blocks) & (g < G))[:, None] & (r < RS)[None, :]
-        tl.store(projected + cell[:, None] * RS + r[None, :], products.to(COMPUTE), mask=kept)
+            turned = turned * cos[:, None, :] + across[None, :, :] * sin[:, None, :]
+        turned = tl.reshape(turned.to(COMPUTE), (TILE_B * G_PAD, D_PAD))
+        m = tl.arange(0, TILE_B * G_PAD)
+        of_block = tile_b * TILE_B + m // G_PAD
+        cell = (row.to(tl.int64) * blocks + of_block) * H_PAD + n * G + m % G_PAD
+        kept = ((of_block < blocks) & (m % G_PAD < G))[:, None]
+        for first in range(0, RS, TILE_R):
+            r = first + tl.arange(0, TILE_R)
+            at = decoder + r[None, :] * (N * D) + n * D + d[:, None]
+            basis = tl.load(at, mask=(d < D)[:, None] & (r < RS)[None, :], other=0.0)
+            products = tl.dot(turned, basis.to(COMPUTE), input_precision=PRECISION)
+            tl.store(projected + cell[:, None] * RS + r[None, :], products.to(COMPUTE), mask=kept & (r < RS)[None, :])
 
 
 @triton.jit
 def _logits_kernel(
-    codes, scales, projected, ring_slots, slots, weights, stats, scores, maxima, arrived,
+    codes, scales, projected, ring_slots, slots, weights, stats, scores, maxima, arrived, parts, tokens,
     total, queries, capacity, window, sinks, blocks, ring_p, slots_p, scale, args,
     H: tl.constexpr, H_PAD: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, TILE_R: tl.constexpr,
     TILE_T: tl.constexpr, BLOCK: tl.constexpr, INT8: tl.constexpr, BLOCKWISE: tl.constexpr, GROUP: tl.constexpr,
     LARGEST: tl.constexpr, MASK_FN: tl.constexpr, SCORE_FN: tl.constexpr, UPPER_FN: tl.constexpr,
     LOWER_FN: tl.constexpr, MASKS: tl.constexpr, PER_HEAD: tl.constexpr, MODIFIES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, ENCODES: tl.constexpr, RANK_PAD: tl.constexpr, SPLIT_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (TILE_T tokens, query token): ``weights [rows, S, H_PAD]`` and their ``stats [rows, tiles, 2, H_PAD]``;
-    with LARGEST the scores themselves."""
+    with LARGEST the scores themselves.
+
+    With ENCODES the call's new tokens are still in ``parts``. Whoever has them in its tile quantises them: every query
+    token's program does, so that none waits for another, and all store the same.
+    """
     COMPUTE: tl.constexpr = projected.dtype.element_ty
     row = tl.program_id(1).to(tl.int64)
     b = tl.program_id(1) // queries
     q = tl.program_id(1) % queries
-    first = tl.program_id(0) * TILE_T
+    # The last tokens first: theirs are the programs that may have more to do.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    first = tile * TILE_T
     t = first + tl.arange(0, TILE_T)
     h = tl.arange(0, H_PAD)
     token = b.to(tl.int64) * total + t
-    here = stats + (row * (total // TILE_T) + tl.program_id(0)) * (2 * H_PAD) + h
+    here = stats + (row * (total // TILE_T) + tile) * (2 * H_PAD) + h
     reached = (first < UPPER_FN(b, q, capacity, args)) & (first + TILE_T > LOWER_FN(b, q, args))
     after_previous(PDL)
+    if ENCODES:
+        for new in range(queries):
+            slot = tl.load(slots + b.to(tl.int64) * slots_p + new)
+            if (slot >= first) & (slot < first + TILE_T):
+                quantize(
+                    parts, codes, scales, slots, b * queries + new, tokens, queries, total, slots_p,
+                    R, RANK_PAD, SPLIT_E, INT8,
+                )  # fmt: skip
+        tl.debug_barrier()
     logits = tl.zeros((TILE_T, H_PAD), tl.float32)
     if reached:
         cell = (row * blocks + (first // BLOCK if BLOCKWISE else 0)) * H_PAD
@@ -209,6 +278,8 @@ def score_by_head(
     maxima: Tensor | None,
     arrived: Tensor | None,
     group: int,
+    encoding: Jobs | None,
+    cleared: Tensor | None,
 ) -> Tensor:
     """``score.score`` for ``head_score`` ``"mass"`` and ``"max"``."""
     require_contiguous(codes=codes, scales=scales, block_cos=block_cos, block_sin=block_sin, ring_slots=ring_slots)
@@ -225,17 +296,27 @@ def score_by_head(
 
     blocks, tiles = total // BLOCK if rotary_dim else 1, total // TILE_TOKENS
     group_pad, heads_pad = next_power_of_2(groups), max(16, next_power_of_2(heads))
-    tile_b = max(1, (64 if blocks >= 64 else 16) // group_pad)
+    tile_b = max(1, min(64, max(16, next_power_of_2(blocks * group_pad))) // group_pad)
     tile_r = max(16, min(64, next_power_of_2(score_rank)))
     projected = torch.empty((rows, blocks, heads_pad, score_rank), dtype=dtype, device=device)
-    grid = (triton.cdiv(blocks, tile_b), kv_heads * triton.cdiv(score_rank, tile_r), rows)
-    _project_heads_kernel[grid](
-        query, decoder, block_cos, block_sin, projected, queries, blocks, capacity,
-        query.stride(0), query.stride(1), query.stride(2), block_cos.shape[1] if block_cos.shape[0] > 1 else 0, args,
-        N=kv_heads, G=groups, G_PAD=group_pad, H_PAD=heads_pad, D=dim, D_PAD=max(16, next_power_of_2(dim)),
-        DR=rotary_dim, RS=score_rank, INTERLEAVED=rotary == "interleaved", BLOCK=BLOCK, UPPER_FN=generated.upper_fn,
-        PRECISION=precision, TILE_B=tile_b, TILE_R=tile_r, num_warps=4, **launch,
-    )  # fmt: skip
+    grid = (triton.cdiv(blocks, tile_b), kv_heads, rows)
+    arguments = (queries, blocks, capacity, query.stride(0), query.stride(1), query.stride(2),
+                 block_cos.shape[1] if block_cos.shape[0] > 1 else 0, args)  # fmt: skip
+    constants = {
+        "N": kv_heads, "G": groups, "G_PAD": group_pad, "H_PAD": heads_pad, "D": dim,
+        "D_PAD": max(16, next_power_of_2(dim)), "DR": rotary_dim, "RS": score_rank,
+        "INTERLEAVED": rotary == "interleaved", "BLOCK": BLOCK, "UPPER_FN": generated.upper_fn, "PRECISION": precision,
+        "TILE_B": tile_b, "TILE_R": tile_r, "num_warps": 4,
+    }  # fmt: skip
+    if encoding is None:
+        _project_heads_kernel[grid](query, decoder, block_cos, block_sin, projected, *arguments, **constants, **launch)
+    else:
+        first, (tokens, _, *numbers) = encoding.arguments[:11], encoding.arguments[11:]
+        _begin_by_head_kernel[(encoding.jobs + grid[0] * grid[1] * rows,)](
+            query, decoder, block_cos, block_sin, projected, cleared, *first, *arguments,
+            0 if cleared is None else cleared.numel(), encoding.jobs, grid[0], tokens, *numbers,
+            **constants, **encoding.own_constants(), num_stages=encoding.stages, **launch,
+        )  # fmt: skip
 
     scores = torch.empty((batch, queries, total), dtype=torch.float32, device=device)
     largest = head_score == "max"
@@ -250,11 +331,13 @@ def score_by_head(
     }  # fmt: skip
     _logits_kernel[(tiles, rows)](
         codes, scales, projected, ring_slots, slots, weights, stats, *found,
+        scores if encoding is None else encoding.parts, rows,
         total, queries, capacity, ring_slots.shape[1], sinks, blocks, *ring, scale, args,
         R=rank, RS=score_rank, TILE_R=max(32, min(128, next_power_of_2(score_rank))), BLOCK=BLOCK,
         INT8=codes.dtype == torch.int8, BLOCKWISE=rotary_dim > 0, LARGEST=largest, SCORE_FN=generated.score_fn,
         UPPER_FN=generated.upper_fn, LOWER_FN=generated.lower_fn, MODIFIES=generated.modifies, PRECISION=precision,
-        num_warps=4, **shared, **launch,
+        ENCODES=encoding is not None, RANK_PAD=next_power_of_2(rank),
+        SPLIT_E=1 if encoding is None else encoding.constants["SPLIT_E"], num_warps=4, **shared, **launch,
     )  # fmt: skip
     if largest:
         return scores

@@ -53,7 +53,8 @@ SCHEMAS: dict[str, str] = {
         "Tensor(f!) ring_value, Tensor query, Tensor key_pre, Tensor key, Tensor value, Tensor encoder, "
         "Tensor decoder, Tensor value_transform, Tensor slots, Tensor ring_slots, Tensor cos, Tensor sin, "
         f"Tensor block_cos, Tensor block_sin, {_MODIFIER}, int capacity, int score_rank, int sinks, str rotary, int k, "
-        "float scale, Tensor? sink_logits=None, Tensor? decoder_codes=None, Tensor? decoder_scales=None) -> Tensor"
+        "float scale, str head_score='sum', Tensor? sink_logits=None, Tensor? decoder_codes=None, "
+        "Tensor? decoder_scales=None) -> Tensor"
     ),
     "reconstruct": (
         f"(Tensor query, {_LATENTS}, {_RING}, Tensor cos, Tensor sin, Tensor decoder, Tensor value_transform, "

@@ -665,13 +665,14 @@ def decode(
     rotary: str,
     k: int,
     scale: float,
+    head_score: str = "sum",
     sink_logits: Tensor | None = None,
     decoder_codes: Tensor | None = None,
     decoder_scales: Tensor | None = None,
 ) -> Tensor:
-    """A whole decode step of a site: :func:`encode`, :func:`score_select` (sums over heads of the rotated query), then
-    :func:`attend`; in one operator so that kernels can run side by side what needs nothing of each other.
-    :func:`record_rows` has noted the call's slots before.
+    """A whole decode step of a site: :func:`encode`, :func:`score_select` of the rotated query, then :func:`attend`; in
+    one operator so that kernels can run side by side what needs nothing of each other. :func:`record_rows` has noted
+    the call's slots before.
     """
     latents = (codes, scales, value_codes, value_scales, ring_key, ring_value)
     encode(*latents, key_pre, key, value, encoder, value_transform, slots)
@@ -692,6 +693,8 @@ def decode(
         sinks,
         rotary,
         k,
+        head_score,
+        scale,
     )
     return attend(
         query,

@@ -405,7 +405,8 @@ def score(
 
         return score_by_head(
             query, codes, scales, decoder, block_cos, block_sin, ring_slots, slots, modifier, tensors, integers,
-            capacity, score_rank, sinks, rotary, head_score, scale, maxima, arrived, group,
+            capacity, score_rank, sinks, rotary, head_score, scale, maxima, arrived, group, encoding,
+            cleared,
         )  # fmt: skip
     require_contiguous(codes=codes, scales=scales, block_cos=block_cos, block_sin=block_sin, ring_slots=ring_slots)
     query, decoder, slots = row_major(query, 1), decoder.contiguous(), row_major(slots, 1)

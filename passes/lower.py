@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from ..config import SalsConfig
 from ..kernels import inductor, ops
@@ -66,7 +67,7 @@ def decompose(gm: GraphModule, inputs: Sequence[Any], table: dict[Any, Any]) -> 
 def fuse_decode(gm: GraphModule) -> None:
     """``encode``, ``score_select`` and ``attend`` of one site as ``sals::decode``, whose kernels run side by side.
 
-    Where scores are sums over heads of the query that is attended, and the tokens selected are used nowhere else.
+    Where scores are those of the query that is attended, and the tokens selected are used nowhere else.
     """
     encode, score_select, attend = (ops.operator(n) for n in ("encode", "score_select", "attend"))
     encodes = {n.args[0]: n for n in gm.graph.find_nodes(op="call_function", target=encode)}
@@ -77,15 +78,15 @@ def fuse_decode(gm: GraphModule) -> None:
             continue
         parts = [_arguments(n) for n in (stored, chosen, node)]
         together = parts[0] | parts[1] | parts[2]
-        # Scores are ranked, whatever their scale. What two of them take must be the same, the query too.
-        if together["head_score"] != "sum" or any(
-            part[name] != together[name] for part in parts for name in part if name != "scale"
-        ):
+        # What two of them take must be the same, the query too.
+        if any(part[name] != together[name] for part in parts for name in part):
             continue
         names = [a.name for a in ops.operator("decode")._schema.arguments]
         with gm.graph.inserting_before(node):
             fused = gm.graph.call_function(ops.operator("decode"), tuple(together[n] for n in names))
-        fused.meta = dict(node.meta)
+        # Inductor keeps the strides that an operator's inputs were traced with, and reads them here.
+        values = map_arg(fused.args, lambda n: n.meta.get("val"))
+        fused.meta = dict(node.meta) | {"eager_input_vals": (values, {})}
         node.replace_all_uses_with(fused)
         for old in (node, chosen, stored):
             gm.graph.erase_node(old)

@@ -232,16 +232,18 @@ class TestInterpreted:
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
 
     @settings(max_examples=3)
-    @given(sites, st.integers(1, 50))
-    @example(Site(2, 1, (4, 2, 64, 64), 50, "half", 2, True, 4, "causal"), 40)
-    @example(Site(1, 30, (2, 2, 32, 32), 16, "interleaved", 1, True, 8, "none"), 20)  # more tokens than the ring holds
-    def test_decode_is_its_parts(self, site: Site, k: int) -> None:
+    @given(sites, st.integers(1, 50), st.sampled_from(["sum", "max", "mass"]))
+    @example(Site(2, 1, (4, 2, 64, 64), 50, "half", 2, True, 4, "causal"), 40, "sum")
+    @example(Site(2, 2, (4, 2, 64, 64), 50, "half", 2, True, 4, "causal"), 40, "mass")
+    @example(Site(1, 8, (2, 2, 32, 32), 32, "half", 1, True, 4, "alibi", filled=125), 40, "mass")  # across two tiles
+    @example(Site(1, 30, (2, 2, 32, 32), 16, "interleaved", 1, True, 8, "none"), 20, "mass")  # more than the ring holds
+    def test_decode_is_its_parts(self, site: Site, k: int, head_score: str) -> None:
         new = {name: tensor for name, tensor in site.now.items() if name not in ("new_cos", "new_sin")}
         before = {name: tensor.clone() for name, tensor in site.state.items()}
         rank = site.decoder.shape[0]
         encode.record_rows(**site.rows, **{name: site.now[name] for name in ("new_cos", "new_sin", "slots")})
         encode.encode(**site.state, **new, **site.weights)
-        chosen = select.score_select(*site.score_arguments(256, rank), k)
+        chosen = select.score_select(*site.score_arguments(256, rank), k, head_score, site.dim**-0.5)
         expected = attend.attend(*site.attend_arguments(chosen, None))
         after = {name: tensor.clone() for name, tensor in site.state.items()}
         for name, tensor in site.state.items():
@@ -251,6 +253,7 @@ class TestInterpreted:
             *site.state.values(), site.query, new["key_pre"], new["key"], new["value"], site.weights["encoder"],
             site.decoder, site.weights["value_transform"], new["slots"], rows["ring_slots"], rows["cos"], rows["sin"],
             rows["block_cos"], rows["block_sin"], *site.modifier, 256, rank, 3, site.rotary, k, site.dim**-0.5,
+            head_score,
         )  # fmt: skip
         assert torch.equal(found, expected)
         for name, tensor in site.state.items():
@@ -343,6 +346,7 @@ def _launchers() -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "decode": lambda: decode.decode(*step),
+        "decode, mass": lambda: decode.decode(*step, "mass"),
         "record_rows": lambda: encode.record_rows(**gqa.rows, **rows),
         "encode": lambda: encode.encode(**state, **new, **weights),
         "score_select": lambda: select.score_select(*scored, 384),
@@ -369,6 +373,7 @@ def test_kernels_compile_ahead_of_time(target: tuple[str, int | str, int], recor
     kernels = {result.kernel for result in compiled.values()}
     assert kernels >= {
         "_begin_kernel",
+        "_begin_by_head_kernel",
         "_encode_kernel",
         "_score_kernel",
         "_mass_kernel",
@@ -395,6 +400,8 @@ def test_bench_operator_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.skipif(INTERPRETED, reason="not about kernels")
 def test_bench_operator_floors() -> None:
     floors = operator.floors(operator.PRESETS["gqa"], 8, 32768, 384, int8=False)
-    assert floors["score"]["bytes"] == pytest.approx(8 * 32768 * (256 + 6) + 2 * 1024 * 256)
-    assert floors["attend"]["us"] == pytest.approx(2 * 8 * 384 * 512 * 1024 / operator.RATES["bf16"] * 1e6)
+    assert floors["score"]["bytes"] == pytest.approx(8 * 32768 * (128 + 6) + 2 * 1024 * 128)
+    assert floors["attend"]["us"] == pytest.approx(
+        2 * 8 * 384 * operator.PRESETS["gqa"].rank * 1024 / operator.RATES["bf16"] * 1e6
+    )
     assert floors["total"]["us"] < sum(floors[s]["us"] for s in ("encode", "score", "select", "attend"))
