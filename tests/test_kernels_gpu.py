@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 WITH_GROUPS = operator.Preset("groups", 16, 4, 128, 256, 128)
 ONE_HEAD_EACH = operator.Preset("one head each", 8, 8, 128, 512, 256)
 presets = pytest.mark.parametrize("preset", [WITH_GROUPS, ONE_HEAD_EACH], ids=lambda p: p.name)
+scores = pytest.mark.parametrize("head_score", ["sum", "mass", "max"])
 
 
 def in_double() -> Any:
@@ -64,11 +65,13 @@ def test_encode(preset: operator.Preset) -> None:
 
 
 @presets
-def test_score_and_select(preset: operator.Preset) -> None:
+@scores
+def test_score_and_select(preset: operator.Preset, head_score: str) -> None:
     site = layer(preset)
+    site.head_score = head_score
     found = site.score()
     with in_double():
-        expected = reference.score(*site._score_arguments())
+        expected = reference.score(*site._score_arguments(), *site._by_head())
     finite = torch.isfinite(expected)
     assert torch.equal(torch.where(finite, 0, found.double()), torch.where(finite, 0, expected.double()))
     assert relative(found[finite], expected[finite]) < 1e-2
@@ -90,10 +93,12 @@ def test_attend(preset: operator.Preset, int8: bool) -> None:
 
 
 @presets
+@scores
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
-def test_decode_is_its_parts(preset: operator.Preset, int8: bool) -> None:
+def test_decode_is_its_parts(preset: operator.Preset, int8: bool, head_score: str) -> None:
     site, other = layer(preset), layer(preset)
-    site.int8 = other.int8 = int8
+    for one in (site, other):
+        one.int8, one.head_score = int8, head_score
     found = site.step()
     assert torch.equal(found, other.separate_steps())
     for name, tensor in site.state.items():

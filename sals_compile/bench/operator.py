@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from ..config import HEAD_SCORE, SalsConfig
 from ..kernels import dispatch, reference
 from ..kernels.index_expr import KV, Modifier, Q, load, make
 
@@ -55,16 +56,21 @@ class Preset:
     rank: int
     score_rank: int
 
+    @staticmethod
+    def of(heads: int, kv_heads: int, head_dim: int, config: SalsConfig) -> Preset:
+        """Heads by a model's shape, ranks by a configuration."""
+        ranks = config.resolve_rank(kv_heads * head_dim)
+        return Preset(f"{heads}/{kv_heads}/{head_dim}", heads, kv_heads, head_dim, *ranks)
+
     @property
     def joint(self) -> int:
         return self.kv_heads * self.head_dim
 
 
 PRESETS = {
-    # 25 % of the key bytes, scored by a quarter of the coordinates: the default of SalsConfig.
-    "gqa": Preset("32/8/128", 32, 8, 128, 512, 256),
+    "gqa": Preset.of(32, 8, 128, SalsConfig()),
     # 12.5 % of the key bytes.
-    "mha": Preset("32/32/128", 32, 32, 128, 1024, 512),
+    "mha": Preset.of(32, 32, 128, SalsConfig(rank=0.25)),
 }
 
 SIZES = {"16x4k": (16, 4096), "8x32k": (8, 32768), "1x32k": (1, 32768), "1x128k": (1, 131072)}
@@ -92,6 +98,7 @@ class Layer:
     scores: Tensor | None = None
     indices: Tensor | None = None
     int8: bool = True
+    head_score: str = "sum"
 
     def encode(self) -> None:
         torch.ops.sals.encode(
@@ -107,8 +114,11 @@ class Layer:
             self.preset.score_rank, SINKS, "half",
         )  # fmt: skip
 
+    def _by_head(self) -> tuple[str, float]:
+        return self.head_score, self.preset.head_dim**-0.5
+
     def score(self) -> Tensor:
-        return torch.ops.sals.score(*self._score_arguments())
+        return torch.ops.sals.score(*self._score_arguments(), *self._by_head())
 
     def select(self) -> Tensor:
         return torch.ops.sals.select(self.scores, self.selected)
@@ -117,7 +127,7 @@ class Layer:
         return torch.ops.sals.select(self.scores, 512)
 
     def score_select(self) -> Tensor:
-        return torch.ops.sals.score_select(*self._score_arguments(), self.selected)
+        return torch.ops.sals.score_select(*self._score_arguments(), self.selected, *self._by_head())
 
     def _attend_arguments(self, indices: Tensor | None) -> tuple[Any, ...]:
         return (
@@ -146,7 +156,7 @@ class Layer:
             *state.values(), self.query, self.key_pre, self.key, self.value, self.encoder, self.decoder, self.transform,
             self.slots, rows["ring_slots"], rows["cos"], rows["sin"], rows["block_cos"], rows["block_sin"], CAUSAL,
             [self.position], [], state["codes"].shape[1], self.preset.score_rank, SINKS, "half", self.selected,
-            self.preset.head_dim**-0.5, None, self.decoder_codes if self.int8 else None,
+            self.preset.head_dim**-0.5, self.head_score, None, self.decoder_codes if self.int8 else None,
             self.decoder_scales if self.int8 else None,
         )  # fmt: skip
 
@@ -323,6 +333,7 @@ class Row:
 
     shape: str
     size: str
+    head_score: str
     stages: dict[str, float]
     floors: dict[str, float]
     dense: dict[str, float] = field(default_factory=dict)
@@ -339,7 +350,7 @@ class Row:
         return self.best_dense / self.stages["total"] if self.best_dense else None
 
 
-def measure(preset: Preset, size: str, dense: Sequence[str], int8: bool, budget: int = 512) -> Row:
+def measure(preset: Preset, size: str, dense: Sequence[str], int8: bool, head_score: str, budget: int = 512) -> Row:
     """Every stage, the whole step and the dense baselines at one size. Needs a GPU."""
     batch, tokens = SIZES[size]
     device = torch.device("cuda")
@@ -353,7 +364,7 @@ def measure(preset: Preset, size: str, dense: Sequence[str], int8: bool, budget:
     count = min(12, max(4, math.ceil(COLD_BYTES / touched)))
     layers = [make_layer(preset, batch, tokens, rows, generator, budget) for _ in range(count)]
     for layer in layers:
-        layer.int8 = int8
+        layer.int8, layer.head_score = int8, head_score
         layer.scores = layer.score()
         layer.indices = layer.select()
     stages = {
@@ -366,7 +377,7 @@ def measure(preset: Preset, size: str, dense: Sequence[str], int8: bool, budget:
     del layers, layer
     torch.cuda.empty_cache()
     measured = dense_baselines(preset, batch, tokens, device, dense)
-    return Row(preset.name, size, stages, needed, measured, int8, error, repeats)
+    return Row(preset.name, size, head_score, stages, needed, measured, int8, error, repeats)
 
 
 def stateless(tokens: int = 32768, attended: int = 2048, query_block: int = 64) -> dict[str, float]:
@@ -440,26 +451,26 @@ def targets(rows: Sequence[Row], others: dict[str, Any]) -> list[tuple[str, str,
     lines: list[tuple[str, str, str, bool]] = []
     names = {preset.name: name for name, preset in PRESETS.items()}
     for row in rows:
-        rebuild = "int8" if row.int8 else "bf16"
+        rebuild = f"{row.head_score}, {'int8' if row.int8 else 'bf16'}"
         least = RATIOS[names[row.shape]].get(row.size)
         if least and row.ratio:
-            what = f"{row.shape} {row.size}, {rebuild} rebuild: best dense / step"
+            what = f"{row.shape} {row.size}, {rebuild}: best dense / step"
             lines.append((what, f"≥ {least}", f"{row.ratio:.2f}", row.ratio >= least))
         if row.size == "16x4k" and row.shape == PRESETS["mha"].name and "flash" in row.dense:
             ratio = row.dense["flash"] / row.stages["total"]
             lines.append((f"{row.shape} {row.size}, {rebuild}: flash / step", "≥ 5.7", f"{ratio:.2f}", ratio >= 5.7))
         lines.append((f"{row.shape} {row.size}, {rebuild}: error", "≤ 1e-2", f"{row.error:.1e}", row.error <= 1e-2))
         lines.append((f"{row.shape} {row.size}, {rebuild}: twice the same", "yes", str(row.repeats), row.repeats))
-        if row.int8 and row.size in ("8x32k", "1x128k"):
+        if row.int8 and row.head_score == "sum" and row.size in ("8x32k", "1x128k"):
             time = row.stages["select_512"]
             lines.append((f"{row.shape} {row.size}: select of 512, µs", "≤ 12", f"{time:.1f}", time <= 12))
-    by_size = {(row.shape, row.size, row.int8): row for row in rows}
-    for shape, size, int8 in by_size:
-        if size == "1x128k" and (shape, "1x32k", int8) in by_size:
-            short, long = by_size[shape, "1x32k", int8], by_size[shape, size, int8]
+    by_size = {(row.shape, row.size, row.head_score, row.int8): row for row in rows}
+    for shape, size, score, int8 in by_size:
+        if size == "1x128k" and (shape, "1x32k", score, int8) in by_size:
+            short, long = by_size[shape, "1x32k", score, int8], by_size[shape, size, score, int8]
             growth = long.stages["total"] / short.stages["total"]
             dense = long.best_dense / short.best_dense if long.best_dense and short.best_dense else math.nan
-            what = f"{shape} 1x32k to 1x128k, {'int8' if int8 else 'bf16'}: growth (dense: {dense:.1f})"
+            what = f"{shape} 1x32k to 1x128k, {score}, {'int8' if int8 else 'bf16'}: growth (dense: {dense:.1f})"
             lines.append((what, "< 2", f"{growth:.2f}", growth < 2))
     for name, time in others.get("dense_decode", {}).items():
         best = min((r.best_dense for r in rows if r.shape == name and r.size == "8x32k" and r.best_dense), default=None)
@@ -496,6 +507,7 @@ def show(rows: Sequence[Row], about: dict[str, str]) -> None:
     for column in (
         "shape",
         "B×S",
+        "scores",
         "rebuild",
         "encode",
         "score+select",
@@ -513,7 +525,7 @@ def show(rows: Sequence[Row], about: dict[str, str]) -> None:
             return f"{row.stages[name]:.1f} ({row.stages[name] / floor:.1f}×)"
 
         table.add_row(
-            row.shape, row.size, "int8" if row.int8 else "bf16",
+            row.shape, row.size, row.head_score, "int8" if row.int8 else "bf16",
             stage("encode", row.floors["encode"]), stage("score_select", row.floors["score"]),
             stage("attend", row.floors["attend"]), f"{row.stages['separate_steps']:.1f}",
             f"{row.stages['total']:.1f}",
@@ -570,7 +582,8 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--budget", type=int, default=512, help="tokens attended per query, the recent window included"
     )
-    arguments.add_argument("--rebuild", nargs="+", default=["bf16", "int8"], choices=["int8", "bf16"])
+    arguments.add_argument("--rebuild", nargs="+", default=["int8", "bf16"], choices=["int8", "bf16"])
+    arguments.add_argument("--head-score", nargs="+", default=["mass", "sum"], choices=HEAD_SCORE)
     arguments.add_argument(
         "--stateless", action=argparse.BooleanOptionalAction, default=True, help="also whole-sequence attention"
     )
@@ -594,9 +607,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     rows: list[Any] = []
     for name in options.presets:
         for size in options.sizes:
-            for position, rebuild in enumerate(options.rebuild):
+            variants = [(score, rebuild) for score in options.head_score for rebuild in options.rebuild]
+            for position, (score, rebuild) in enumerate(variants):
                 dense = options.dense if position == 0 else []
-                row = measure(PRESETS[name], size, dense, rebuild == "int8", options.budget)
+                row = measure(PRESETS[name], size, dense, rebuild == "int8", score, options.budget)
                 row.dense = row.dense or rows[-1].dense
                 rows.append(row)
     others: dict[str, Any] = {}
