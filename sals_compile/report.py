@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .cache import Latents, Rows, bytes_per_token, kv_bytes_per_token
+from .cache import Latents, Rows, blank_basis, bytes_per_token, kv_bytes_per_token
 from .config import SalsConfig
 from .kernels import codegen, ops
 from .kernels.virtual import blank_buffers
@@ -381,7 +381,7 @@ def propagate_values(compiled: CompiledGraph, rewritten: Rewritten) -> None:
         site = compiled.plans[compiled.groups[owner].sites[0] if kind == "rows" else owner].site
         device = site.output.meta["val"].device
         if kind == "basis":
-            return compiled._blank_basis(entry)
+            return blank_basis(compiled.plans[owner], entry.field, device)
         if kind == "kept":
             write = site.key_cache if entry.field == "key" else site.value_cache
             assert write is not None
