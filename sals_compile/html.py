@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib.util import find_spec
@@ -102,29 +103,17 @@ def _summary(graph: GraphReport) -> str:
         for k, v, d in cards
     )
     note = ""
-    if graph.rewritten and stored["dense"]:
+    if stored["dense"] and any(p.action != "dense" and not p.site.virtual for p in graph.plans):
         note = (
             '<p class="note">The dense buffers stay allocated beside the latents as a mirror, '
-            "so these bytes are read less, not yet saved.</p>"
+            "so less is read, and nothing is saved yet: a SalsCache or LatentCache keeps no dense buffers.</p>"
         )
     return f'<div class="cards">{boxes}</div>{note}'
 
 
 def _table(graph: GraphReport, number: int) -> str:
-    columns = (
-        "site",
-        "became",
-        "heads",
-        "rotary",
-        "mask",
-        "cache",
-        "R / Rs",
-        "T",
-        "mass",
-        "bytes/token",
-        "verified",
-        "why",
-    )
+    columns = ["site", "became", "heads", "rotary", "mask", "cache", "R / Rs", "T", "mass"]
+    columns += ["bytes/token", "verified", "why"]
     rows = []
     for index, site in enumerate(graph.sites):
         mask = site.mask + (f"; score: {site.score}" if site.score else "")
@@ -135,7 +124,7 @@ def _table(graph: GraphReport, number: int) -> str:
             escape(site.heads),
             escape(site.rotary),
             f"<code>{escape(mask)}</code>" if mask else "",
-            escape(site.cache),
+            _cache(site),
             f"{site.rank} / {site.score_rank}" if site.rank else "",
             str(site.budget or ""),
             "" if site.predicted_mass is None else f"{site.predicted_mass:.3f}",
@@ -143,19 +132,28 @@ def _table(graph: GraphReport, number: int) -> str:
             "" if site.verified_error is None else f"{site.verified_error:.0e}",
             escape(site.reason),
         ]
-        rows.append("<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>")
+        rows.append(cells)
     if not rows:
         return "<p>No attention site was found in this graph.</p>"
-    head = "".join(f"<th>{escape(c)}</th>" for c in columns)
+    filled = [i for i in range(len(columns)) if any(cells[i] for cells in rows)]
+    head = "".join(f"<th>{escape(columns[i])}</th>" for i in filled)
+    body = "".join("<tr>" + "".join(f"<td>{cells[i]}</td>" for i in filled) + "</tr>" for cells in rows)
     legend = (
         '<p class="legend">heads: query/KV×dim. mask and score: expressions over batch <code>b</code>, head '
         "<code>h</code>, query <code>q</code> and cache slot <code>kv</code>; <code>a0</code> is a tensor and "
-        "<code>n0</code> an integer of the graph. R/Rs: rank and score rank. T: tokens attended. mass: share of "
-        "attention that the best T tokens get on the calibration's text. bytes/token: "
-        "stored/dense. verified: relative error measured.</p>"
+        "<code>n0</code> an integer of the graph. R/Rs: rank of the latent, and how much of it scores tokens. T: "
+        "tokens attended. bytes/token: of keys and values, stored / dense. verified: relative difference between the "
+        "original subgraph and its record, run on random data."
+        + (" mass: share of attention that the best T tokens get on the calibration's text." if 8 in filled else "")
+        + "</p>"
     )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    table = f"<table class='sites'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f"<h3>Sites</h3><div class='scroll'>{table}</div>{legend}"
+
+
+def _cache(site: SiteReport) -> str:
+    kind, _, buffer = site.cache.partition(" ")
+    return f'<span title="input {escape(buffer, quote=True)} of the graph">{escape(kind)}</span>' if buffer else kind
 
 
 def _declined(graph: GraphReport, number: int) -> str:
@@ -205,14 +203,19 @@ def _site(graph: GraphReport, plan: SitePlan, after: GraphModule, anchor: str, o
         facts.append(f"score <code>{escape(str(site.modifier.score))}</code>")
     names = [f"<code>a{i}</code> = {escape(n.name)}" for i, n in enumerate(site.modifier_tensors)]
     names += [f"<code>n{i}</code> = {escape(str(n))}" for i, n in enumerate(site.modifier_integers)]
-    columns = f"<figure><figcaption>before</figcaption><div class='scroll'>{before}</div></figure>"
-    if new:
-        columns += f"<figure><figcaption>after</figcaption><div class='scroll'>{new}</div></figure>"
+    columns = _figure("before", before) + (_figure("after", new) if new else "")
     return (
         f'<details class="site"{" open" if opened else ""}><summary><span class="tag {plan.action}">{plan.action}'
         f'</span> {escape(site.name)}</summary><p id="{anchor}">{escape(plan.reason)}</p>'
         f"<p>{', '.join([*facts, *names])}</p><div class='pair'>{columns}</div></details>"
     )
+
+
+def _figure(caption: str, drawing: str) -> str:
+    """A drawing that stands beside the next one where both fit at four fifths of their size, else above it."""
+    drawn = re.search(r'width="(\d+)"', drawing)
+    basis = f' style="flex-basis:{0.8 * int(drawn[1]):.0f}px"' if drawn else ""
+    return f"<figure{basis}><figcaption>{caption}</figcaption><div class='scroll'>{drawing}</div></figure>"
 
 
 def _kernels(graph: GraphReport) -> str:
@@ -289,12 +292,12 @@ _STYLE = """
 :root { --bg:#fbfbfa; --fg:#1d2329; --dim:#5d6a75; --line:#d9dee3; --card:#fff; --box:#fff; --blue:#1c6dbd;
   --bluebg:#dcecfb;
   --red:#b3352b; --redbg:#fbe6e3; --amber:#8a6100; --amberbg:#fdf0cf; --green:#1d7a46; --greenbg:#dff3e7;
-  --grey:#eceff2; }
+  --grey:#eceff2; --shade:#0003; }
 @media (prefers-color-scheme: dark) { :root { --bg:#15191d; --fg:#e4e8ec; --dim:#9aa7b3; --line:#343c44;
   --card:#1d2329; --box:#232a31;
   --blue:#7cbcf5; --bluebg:#17364f; --red:#f0938a; --redbg:#4a211d; --amber:#e8c063; --amberbg:#40330f;
   --green:#7dd3a0;
-  --greenbg:#173a27; --grey:#2b333a; } }
+  --greenbg:#173a27; --grey:#2b333a; --shade:#000a; } }
 * { box-sizing:border-box; }
 body { margin:0; background:var(--bg); color:var(--fg); font:15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
 header, main { max-width:1480px; margin:0 auto; padding:0 20px; }
@@ -308,12 +311,18 @@ code, pre { font-family:ui-monospace, "DejaVu Sans Mono", monospace; font-size:.
 .card { background:var(--card); border:1px solid var(--line); border-radius:8px; padding:10px 14px; display:flex;
   flex-direction:column; }
 .card span { color:var(--dim); font-size:.82em; } .card b { font-size:1.35em; } .card small { color:var(--dim); }
-.scroll { overflow-x:auto; }
-table { border-collapse:collapse; font-size:.87em; background:var(--card); }
+.scroll { --under:var(--bg); overflow-x:auto; background-repeat:no-repeat; background-image:
+    linear-gradient(90deg, var(--under) 60%, transparent), linear-gradient(270deg, var(--under) 60%, transparent),
+    linear-gradient(90deg, var(--shade), transparent), linear-gradient(270deg, var(--shade), transparent);
+  background-size:28px 100%, 28px 100%, 14px 100%, 14px 100%; background-position:0, 100%, 0, 100%;
+  background-attachment:local, local, scroll, scroll; }
+details .scroll { --under:var(--card); }
+table { border-collapse:collapse; font-size:.87em; }
+.sites th:first-child, .sites td:first-child { position:sticky; left:0; background:var(--bg); }
 th, td { text-align:left; padding:4px 10px; border-bottom:1px solid var(--line); vertical-align:top;
   white-space:nowrap; }
-td:last-child { white-space:normal; min-width:300px; }
-.timings td:last-child, details table td:last-child { min-width:0; } th { color:var(--dim); font-weight:600; }
+.sites td:last-child { white-space:normal; min-width:320px; }
+th { color:var(--dim); font-weight:600; }
 .tag { border-radius:4px; padding:1px 7px; font-size:.85em; background:var(--grey); white-space:nowrap; }
 .tag.sals, .tag.exact, .tag.reconstruct { background:var(--greenbg); color:var(--green); }
 .tag.declined { background:var(--redbg); color:var(--red); } .tag.dense { background:var(--amberbg);
@@ -321,11 +330,10 @@ td:last-child { white-space:normal; min-width:300px; }
 details { background:var(--card); border:1px solid var(--line); border-radius:8px; margin:8px 0; padding:0 14px; }
 summary { cursor:pointer; padding:9px 0; } details[open] { padding-bottom:12px; }
 details p { margin:2px 0 8px; color:var(--dim); font-size:.9em; }
-.pair { display:grid; grid-template-columns:repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap:14px;
-  align-items:start; }
-figure { margin:0; min-width:0; } figcaption { color:var(--dim); font-size:.85em; }
+.pair { display:flex; flex-wrap:wrap; gap:14px; align-items:start; }
+figure { margin:0; min-width:0; max-width:100%; flex-grow:1; } figcaption { color:var(--dim); font-size:.85em; }
 pre { margin:0; line-height:1.4; }
-svg { display:block; }
+svg { display:block; margin:0 auto; }
 @media (min-width:900px) { .pair svg { max-width:100%; height:auto; } }
 svg text { font:11px ui-monospace, "DejaVu Sans Mono", monospace; text-anchor:middle; fill:var(--fg); }
   svg text.d { font-size:9.5px; fill:var(--dim); }
