@@ -1,16 +1,22 @@
 """The stateless form on a GPU: each block of queries selects its tokens, then attends them.
 
-``sals::block_select``. Un-rotating the mean query for a block of keys and projecting it are both linear, and rows of
-cos and sin are shared by all heads, so with ``a_rd = Σ_n q_nd decoder_rnd`` and ``b_rd = Σ_n q_nd (J decoder_r)_nd``
+``sals::block_select``. Un-rotating the mean query of a run for a block of keys and projecting it are both linear, and
+rows of cos and sin are shared by all heads, so with ``a_rd = Σ_n q_nd decoder_rnd`` and
+``b_rd = Σ_n q_nd (J decoder_r)_nd``
 
-    projected[query block, key block, r] = Σ_d cos[key block, d] a_rd + sin[key block, d] b_rd
+    projected[run, key block, r] = Σ_d cos[key block, d] a_rd + sin[key block, d] b_rd
 
-is a product of depth ``2 Dr``, not ``E``. The scores of a query block against a key block are then one more product.
+is a product of depth ``2 Dr``, not ``E``. The scores of runs against a key block are then one more product, whose
+maximum over a block's runs is all that is stored.
+
+What it moves is what it costs: ``(2 Dr + C) Rs`` coefficients and projections of a run, written and read once, which
+at 1x32k, 8 heads of 128, Rs = 128 is 128 KiB for each of 8192 runs; the product with the latents is 69 GFLOP.
 
 ``sals::block_attend`` gathers the selected keys and values once for all heads of a group and all queries of a block: a
 tile of ``query_block * G`` rows shares each tile of keys.
 
-Dimensions as in ``reference.py``; ``Q`` blocks of queries, ``C = ceil(S / BLOCK)`` blocks of keys.
+Dimensions as in ``reference.py``; ``Q`` blocks of queries, ``U`` runs of all of them, ``C = ceil(S / BLOCK)`` blocks
+of keys.
 """
 
 from __future__ import annotations
@@ -48,25 +54,28 @@ def _mean_query_kernel(
     stride_h,
     queries,
     QUERY_BLOCK: tl.constexpr,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """``out[d, b * Q + block, n] = Σ over the block's queries and the group's heads / QUERY_BLOCK``."""
-    block, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    blocks, kv_heads, batch = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
+    """``out[d, b * U + run, n]``: the mean over the run's queries of their sum over the group's heads."""
+    run, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    runs, kv_heads, batch = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
+    start = run // RUNS * QUERY_BLOCK + run % RUNS * RUN
+    stop = tl.minimum(tl.minimum(start + RUN, (run // RUNS + 1) * QUERY_BLOCK), queries)
     dim = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
-    for first in range(0, QUERY_BLOCK * GROUP, BLOCK_ROWS):
+    for first in range(0, RUN * GROUP, BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)
-        l = block * QUERY_BLOCK + row // GROUP  # noqa: E741
+        l = start + row // GROUP  # noqa: E741
         at = query + b.to(tl.int64) * stride_b + l.to(tl.int64) * stride_l + (n * GROUP + row % GROUP) * stride_h
-        inside = (row < QUERY_BLOCK * GROUP) & (l < queries)
-        rows = tl.load(at[:, None] + dim[None, :], mask=inside[:, None] & (dim < D)[None, :], other=0.0)
+        rows = tl.load(at[:, None] + dim[None, :], mask=(l < stop)[:, None] & (dim < D)[None, :], other=0.0)
         total += rows.to(tl.float32)
-    mean = tl.sum(total, 0) / QUERY_BLOCK
-    at = out + (dim.to(tl.int64) * batch * blocks + b * blocks + block) * kv_heads + n
+    mean = tl.sum(total, 0) / tl.maximum(stop - start, 1)
+    at = out + (dim.to(tl.int64) * batch * runs + b * runs + run) * kv_heads + n
     tl.store(at, mean.to(out.dtype.element_ty), mask=dim < D)
 
 
@@ -125,57 +134,69 @@ def _block_score_kernel(
     UPPER_ONLY: tl.constexpr,
     PRECISION: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
-    BLOCK_QUERIES: tl.constexpr,
+    RUNS: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK_RUN: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
 ):
-    """``scores[b, i, kv]`` of ``BLOCK_Q`` query blocks of this chunk against one block of keys."""
+    """``scores[b, i, kv]`` of ``BLOCK_Q`` query blocks of this chunk against one block of keys; a row is a run."""
     tile, key_block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    local = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # block within the chunk
-    inside = local < chunk_blocks
+    row = tl.arange(0, BLOCK_Q * BLOCK_RUNS)
+    local = tile * BLOCK_Q + row // BLOCK_RUNS  # block within the chunk
+    run = row % BLOCK_RUNS
     block = first_block + local
+    start = block * QUERY_BLOCK + run * RUN
+    stop = tl.minimum((block + 1) * QUERY_BLOCK, queries)
+    inside = (local < chunk_blocks) & (run < RUNS) & (start < stop)
     kv = key_block * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
-    at = scores + (b.to(tl.int64) * chunk_blocks + local[:, None]) * keys + kv[None, :]
-    stored = inside[:, None] & (kv < keys)[None, :]
 
-    # Every query of every block of the tile, for the bounds.
-    member = tl.arange(0, BLOCK_QUERIES)
-    q = tl.minimum(block[:, None] * QUERY_BLOCK + tl.minimum(member, QUERY_BLOCK - 1)[None, :], queries - 1)
+    # Every query of every run of the tile, for the bounds.
+    member = tl.arange(0, BLOCK_RUN)
+    q = tl.minimum(start[:, None] + tl.minimum(member, RUN - 1)[None, :], stop[:, None] - 1)
+    q = tl.where(inside[:, None], q, queries - 1)
     upper = tl.max(UPPER_FN(b, q, keys, args) + q * 0, 1)
     lower = tl.min(LOWER_FN(b, q, args) + q * 0, 1)
-    reachable = (key_block * KEY_BLOCK < tl.max(upper)) & ((key_block + 1) * KEY_BLOCK > tl.min(lower))
-    if reachable:
-        result = tl.zeros((BLOCK_Q, KEY_BLOCK), tl.float32)
+    result = tl.full((BLOCK_Q * BLOCK_RUNS, KEY_BLOCK), float("-inf"), tl.float32)
+    # Rows that are none take the last query's bounds, which would reach everything.
+    highest = tl.max(tl.where(inside, upper, 0))
+    lowest = tl.min(tl.where(inside, lower, keys))
+    if (key_block * KEY_BLOCK < highest) & ((key_block + 1) * KEY_BLOCK > lowest):
+        products = tl.zeros((BLOCK_Q * BLOCK_RUNS, KEY_BLOCK), tl.float32)
         for first in range(0, RANK, BLOCK_RANK):
             rank = first + tl.arange(0, BLOCK_RANK)
             left = projected + b.to(tl.int64) * projected_stride_b + key_block * projected_stride_c
-            left_at = left + local.to(tl.int64)[:, None] * projected_stride_q + rank[None, :]
+            left_at = left + (local * RUNS + run).to(tl.int64)[:, None] * projected_stride_q + rank[None, :]
             left_tile = tl.load(left_at, mask=inside[:, None] & (rank < RANK)[None, :], other=0.0)
             right_at = latent + b.to(tl.int64) * latent_stride_b + kv.to(tl.int64)[:, None] * RANK + rank[None, :]
             right_tile = tl.load(right_at, mask=(kv < keys)[:, None] & (rank < RANK)[None, :], other=0.0)
-            result = tl.dot(left_tile, tl.trans(right_tile), result, input_precision=PRECISION)
+            products = tl.dot(left_tile, tl.trans(right_tile), products, input_precision=PRECISION)
         here = block[:, None] * QUERY_BLOCK + (keys - queries)
         near = (kv[None, :] > here - recents) & (kv[None, :] < here + QUERY_BLOCK + recents)
-        result = tl.where((kv < sinks)[None, :] | near, float("inf"), result)
+        products = tl.where((kv < sinks)[None, :] | near, float("inf"), products)
+        allowed = inside[:, None] & (kv < keys)[None, :]
         if MASKS:
             safe = tl.minimum(kv, keys - 1)[None, :]
             if UPPER_ONLY:
-                allowed = kv[None, :] < upper[:, None]
+                allowed = allowed & (kv[None, :] < upper[:, None])
             else:
-                allowed = tl.full((BLOCK_Q, KEY_BLOCK), 0, tl.int1)
-                for i in range(QUERY_BLOCK):
-                    one = tl.minimum(block[:, None] * QUERY_BLOCK + i, queries - 1)
+                seen = tl.full((BLOCK_Q * BLOCK_RUNS, KEY_BLOCK), 0, tl.int1)
+                for i in range(RUN):
+                    one = tl.where(inside, tl.minimum(start + i, stop - 1), queries - 1)[:, None]
                     if ANY_HEAD:
                         for h in range(heads):
-                            allowed = allowed | MASK_FN(b, h, one, safe, args)
+                            seen = seen | MASK_FN(b, h, one, safe, args)
                     else:
-                        allowed = allowed | MASK_FN(b, 0, one, safe, args)
-            result = tl.where(allowed, result, float("-inf"))
-        tl.store(at, result, mask=stored)
-    else:
-        tl.store(at, tl.full((BLOCK_Q, KEY_BLOCK), float("-inf"), tl.float32), mask=stored)
+                        seen = seen | MASK_FN(b, 0, one, safe, args)
+                allowed = allowed & seen
+        result = tl.where(allowed, products, result)
+    best = tl.max(tl.reshape(result, (BLOCK_Q, BLOCK_RUNS, KEY_BLOCK)), 1)
+    mine = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    at = scores + (b.to(tl.int64) * chunk_blocks + mine[:, None]) * keys + kv[None, :]
+    tl.store(at, best, mask=(mine < chunk_blocks)[:, None] & (kv < keys)[None, :])
 
 
 @triton.jit
@@ -228,21 +249,24 @@ def select_rows(scores: Tensor, k: int, out: Tensor) -> None:
 
 
 def mean_queries(query: Tensor, kv_heads: int, query_block: int, dtype: torch.dtype) -> Tensor:
-    """Each block's mean query, summed over the heads of a group: ``[B,L,H,D] -> [D,B*Q,N]``."""
+    """Each run's mean query, summed over the heads of a group: ``[B,L,H,D] -> [D,B*U,N]``."""
     batch, queries, heads, dim = query.shape
     group = heads // kv_heads
-    blocks = -(-queries // query_block)
+    runs, run = reference.block_runs(query_block)
+    count = -(-queries // query_block) * runs
     query = rows_last(query)
-    out = torch.empty((dim, batch * blocks, kv_heads), dtype=dtype, device=query.device)
-    _mean_query_kernel[(blocks, kv_heads, batch)](
+    out = torch.empty((dim, batch * count, kv_heads), dtype=dtype, device=query.device)
+    _mean_query_kernel[(count, kv_heads, batch)](
         query,
         out,
         *query.stride()[:3],
         queries,
         QUERY_BLOCK=query_block,
+        RUNS=runs,
+        RUN=run,
         GROUP=group,
         D=dim,
-        BLOCK_ROWS=min(32, power_of_two(query_block * group)),
+        BLOCK_ROWS=min(32, power_of_two(run * group, 1)),
         BLOCK_D=power_of_two(dim),
         num_warps=4,
     )
@@ -297,7 +321,8 @@ def block_select(
         return out.fill_(-1)
     compute = key_pre.dtype
     rotary_dim = 0 if rotary == "none" else cos.shape[-1]
-    mean = mean_queries(query, kv_heads, query_block, compute).view(dim, batch, blocks, kv_heads)
+    runs = reference.block_runs(query_block)[0]
+    mean = mean_queries(query, kv_heads, query_block, compute).view(dim, batch, blocks * runs, kv_heads)
     latent = key_pre.flatten(2) @ encoder.to(compute)
     basis = decoder.to(compute).unflatten(1, (kv_heads, dim))  # [Rs,N,D]
     if rotary_dim:
@@ -308,12 +333,12 @@ def block_select(
     width = rows.shape[-1] if rotary_dim else 1
     plain_dims = dim - rotary_dim
     plain = basis[..., rotary_dim:].permute(2, 1, 0).reshape(plain_dims * kv_heads, rank)
-    # Bytes of one query block: its scores, select's copy of them, its coefficients and projections.
+    # Bytes of one query block: its scores, select's copy of them, the coefficients and projections of its runs.
     copies = 4 if total <= ROW_IN_REGISTERS else 12
-    each = batch * (copies * total + ((key_blocks if rotary_dim else 1) + width) * rank * compute.itemsize)
+    each = batch * (copies * total + runs * ((key_blocks if rotary_dim else 1) + width) * rank * compute.itemsize)
     chunk = max(1, min(blocks, WORKSPACE // each))
     for first in range(0, blocks, chunk):
-        part = mean[:, :, first : first + chunk]
+        part = mean[:, :, first * runs : (first + chunk) * runs]
         count = part.shape[2]
         part = part.reshape(dim, batch * count, kv_heads)
         coefficients = torch.empty((width, batch * count, rank), dtype=compute, device=query.device)
@@ -321,21 +346,21 @@ def block_select(
             torch.bmm(part[:rotary_dim], across[:rotary_dim], out=coefficients[:rotary_dim])
             torch.bmm(part[:rotary_dim], across[rotary_dim:], out=coefficients[rotary_dim : 2 * rotary_dim])
         if plain_dims:
-            still = part[rotary_dim:].transpose(0, 1).flatten(1)  # [B*Q, dims * N]
+            still = part[rotary_dim:].transpose(0, 1).flatten(1)  # [B*U, dims * N]
             torch.mm(still, plain, out=coefficients[-1])
         if rotary_dim and rows.shape[0] == 1:
-            # [C,width] @ [width, B*Q*Rs]: one product for all query blocks.
+            # [C,width] @ [width, B*U*Rs]: one product for all runs.
             projected = (rows[0] @ coefficients.flatten(1)).view(key_blocks, batch, count, rank).permute(1, 2, 0, 3)
         elif rotary_dim:
             by_batch = coefficients.view(width, batch, count * rank).transpose(0, 1)
             projected = (rows @ by_batch).view(batch, key_blocks, count, rank).transpose(1, 2)
         else:
             projected = coefficients.view(batch, count, 1, rank).expand(-1, -1, key_blocks, -1)
-        scores = torch.empty((batch, count, total), dtype=torch.float32, device=query.device)
+        scores = torch.empty((batch, count // runs, total), dtype=torch.float32, device=query.device)
         _score_chunk(
             projected, latent, scores, first, modifier, tensors, integers, query_block, queries, heads, sinks, recents
         )
-        select_rows(scores, k, out[:, first : first + count])
+        select_rows(scores, k, out[:, first : first + chunk])
     return out
 
 
@@ -357,7 +382,9 @@ def _score_chunk(
     rank = latent.shape[-1]
     mask = Modifier.parse(modifier).mask
     generated = flags(modifier, tensors)
-    block_q = min(64, power_of_two(count))
+    runs, run = reference.block_runs(query_block)
+    block_runs = power_of_two(runs, 1)
+    block_q = max(1, 64 // block_runs)
     grid = (triton.cdiv(count, block_q), triton.cdiv(total, reference.BLOCK), batch)
     _block_score_kernel[grid](
         projected,
@@ -381,7 +408,10 @@ def _score_chunk(
         UPPER_ONLY=bool(generated["INTERVAL"]) and codegen.lower_bound(mask) is None,
         PRECISION=precision(latent.dtype),
         QUERY_BLOCK=query_block,
-        BLOCK_QUERIES=power_of_two(query_block, 1),
+        RUNS=runs,
+        BLOCK_RUNS=block_runs,
+        RUN=run,
+        BLOCK_RUN=power_of_two(run, 1),
         RANK=rank,
         BLOCK_RANK=min(64, power_of_two(rank)),
         BLOCK_Q=block_q,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sals_compile.kernels import dispatch, reference
-from sals_compile.kernels.index_expr import KV, SCORE, Modifier, Q, const, load, make, parse
+from sals_compile.kernels.index_expr import KV, SCORE, Modifier, Q, const, integer, load, make, parse
 
 FORMS = st.sampled_from(["half", "interleaved"])
 
@@ -124,3 +124,40 @@ def test_index_expressions_round_trip_and_print():
     assert str(mask) == "(kv <= (q + a0)) & (kv > (q - 128))"
     capped = Modifier(mask, make("mul", const(30.0), make("tanh", make("div", SCORE, const(30.0)))))
     assert Modifier.parse(capped.serialized) == capped
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 90), st.integers(0, 60), st.sampled_from([1, 5, 16, 24, 40, 64]), st.integers(1, 40))
+def test_a_block_selects_only_what_one_of_its_queries_may_attend(queries, past, query_block, k):
+    total, window = past + queries, 30
+    causal = make("le", KV, make("add", Q, integer(0)))
+    near = make("gt", KV, make("sub", make("add", Q, integer(0)), const(window)))
+    basis = torch.randn(16, 8)
+    rows = torch.randn(2, 1, total, 8)
+    chosen = reference.block_select(
+        torch.randn(1, queries, 4, 8), torch.randn(1, total, 2, 8), *rows, basis, basis.T,
+        Modifier(make("and", causal, near)).serialized, [], [past], query_block, k, 3, 4, "half",
+    )[0]  # fmt: skip
+    for block, selected in enumerate(chosen.tolist()):
+        first, last = past + block * query_block, past + min((block + 1) * query_block, queries) - 1
+        kept = [j for j in selected if j >= 0]
+        assert kept == sorted(set(kept)) and selected == kept + [-1] * (k - len(kept))
+        assert all(first - window < j <= last for j in kept)
+        assert len(kept) == min(k, last - max(first - window, -1))
+
+
+def test_a_key_that_few_queries_look_for_is_selected():
+    """Four of 64 queries look for key 7, the others away from it: by their mean it would be the last."""
+    total, dim = 256, 8
+    key = 0.1 * torch.randn(1, total, 1, dim)
+    key[0, 7, 0] = torch.eye(dim)[0]
+    query = 0.1 * torch.randn(1, total, 1, dim)
+    query[0, 192:, 0, 0] = -1.0
+    query[0, 200:204, 0, 0] = 2.0
+    causal = Modifier(make("le", KV, Q)).serialized
+    empty = torch.empty(1, total, 0)
+    arguments = (query, key, empty, empty, torch.eye(dim), torch.eye(dim), causal, [], [], 64, 80, 1, 4, "none")
+    chosen = reference.block_select(*arguments)
+    assert 7 in chosen[0, 3]
+    query[0, 200:204, 0, 0] = -1.0
+    assert 7 not in reference.block_select(*arguments)[0, 3]

@@ -120,14 +120,13 @@ INSPECT_EVERY = 4
 SELECTIONS = ("score", "oracle", "random", "recent")
 
 #: How a block of queries without a cache may share one selection. From the approximate logits: ``mean`` of all queries
-#: and heads; ``head-max`` and ``head-mass`` (softmax) of each head's mean query; ``query-max`` over queries of the
-#: heads' sum; ``query-mass``, the softmax of every query and head. From exact attention: ``oracle``. ``operator``:
-#: whatever ``sals::block_select`` does.
-#: The operator's is ``mean``, the cheapest: one query a block. By retained mass all rules are near the oracle, by KL
-#: they are not, since a mean forgets the query that differs (SmolLM2-135M, ``--tokens 1024 --stateless 256``): ``mean``
-#: 0.0799, ``head-mass`` 0.0700, ``query-max`` 0.0510, ``query-mass`` 0.0277, which scores every head of every query.
+#: and heads; ``head-max`` and ``head-mass`` (softmax) of each head's mean query; ``run-max`` over the means of up to 16
+#: runs of queries, heads summed; ``query-max`` over queries of the heads' sum; ``query-mass``, the softmax of every
+#: query and head. From exact attention: ``oracle``. ``operator``: whatever ``sals::block_select`` does.
+#: A mean forgets the query that differs, which retained mass hardly shows and KL does. The operator's is ``run-max``:
+#: with a run a query (``query-max``) it would have four times the projections to write and read, most of what it costs.
 BLOCK_RULES = (
-    "operator", "mean", "head-max", "head-mass", "query-max", "query-mass", "oracle", "random", "recent",
+    "operator", "mean", "run-max", "head-max", "head-mass", "query-max", "query-mass", "oracle", "random", "recent",
 )  # fmt: skip
 
 
@@ -751,20 +750,25 @@ class _BlockScores:
 
     def scores(self, block: int, rule: str, generator: torch.Generator) -> Tensor:
         """``[B,S]``; +inf: always attended, -inf: never."""
-        masked = self._modified(self._approximate(block, mean=False), block) if "query" in rule else self.exact(block)
+        masked = self._modified(self._approximate(block, 1), block) if "query" in rule else self.exact(block)
         allowed = (masked > -torch.inf).any(2).any(1)
         keys = torch.arange(self.total)
         if rule in ("oracle", "query-mass"):
             scores = masked.softmax(-1).sum((1, 2))
         elif rule == "query-max":
-            scores = self._approximate(block, mean=False).sum(1, keepdim=True)
-            scores = torch.where((masked > -torch.inf).any(1, keepdim=True), scores, -torch.inf).amax((1, 2))
+            scores = self._approximate(block, 1).sum(1)
+            scores = torch.where((masked > -torch.inf).any(1), scores, -torch.inf).amax(1)
+        elif rule == "run-max":
+            length = reference.block_runs(self.size)[1]
+            seen = [part.any(1) for part in (masked > -torch.inf).any(1).split(length, 1)]
+            scores = self._approximate(block, length).sum(1)
+            scores = torch.where(torch.stack(seen, 1), scores, -torch.inf).amax(1)
         elif rule == "random":
             scores = torch.rand(allowed.shape, generator=generator)
         elif rule == "recent":
             scores = keys.float().expand_as(allowed)
         else:
-            logits = self._approximate(block, mean=True)[:, :, 0]  # [B,H,S]
+            logits = self._approximate(block, self.size)[:, :, 0]  # [B,H,S]
             if rule == "head-mass":
                 logits = torch.where(allowed.unsqueeze(1), logits * self.scale, -torch.inf).softmax(-1)
             scores = logits.amax(1) if rule == "head-max" else logits.sum(1)
@@ -773,11 +777,11 @@ class _BlockScores:
         scores = torch.where((keys < self.sinks) | near, torch.inf, scores)
         return torch.where(allowed, scores, -torch.inf)
 
-    def _approximate(self, block: int, mean: bool) -> Tensor:
-        """Unscaled logits ``[B,H,L,S]`` from latents, as the selection sees them; of the mean query: ``[B,H,1,S]``."""
+    def _approximate(self, block: int, run: int) -> Tensor:
+        """Unscaled logits ``[B,H,L/run,S]`` from latents, as the selection sees them, of means of ``run`` queries."""
         query = self._of_block(self.query, block).float()
-        query = (query.mean(1, keepdim=True) if mean else query).unflatten(2, (self.kv_heads, -1))
-        return reference.latent_logits(query, self.basis, self.latent, *self.rows, self.rotary)[..., : self.total]
+        means = torch.stack([part.mean(1) for part in query.split(run, 1)], 1).unflatten(2, (self.kv_heads, -1))
+        return reference.latent_logits(means, self.basis, self.latent, *self.rows, self.rotary)[..., : self.total]
 
     def _of_block(self, query: Tensor, block: int) -> Tensor:
         return query[:, block * self.size : (block + 1) * self.size]
