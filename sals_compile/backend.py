@@ -128,7 +128,10 @@ def compile_anchored(
 def compile_traced(
     traced: GraphModule, example_inputs: Sequence[Any], config: SalsConfig, mode: str | None
 ) -> CompiledGraph:
-    """The passes, on a functional ATen graph whose inputs are ``example_inputs`` in order."""
+    """The passes, on a functional ATen graph whose inputs are ``example_inputs`` in order.
+
+    Raises :class:`DeclinedError` for a declined site under ``on_decline="error"``.
+    """
     timings: dict[str, float] = {}
 
     def timed(name: str, run: Callable[[], Any]) -> Any:

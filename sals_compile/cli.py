@@ -81,7 +81,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = _Parser(prog="sals", description="See what the compiler does to a model, calibrate, measure, and check an installation.", epilog=_EXAMPLES)
+    purpose = "See what the compiler does to a model, calibrate, measure, and check an installation."
+    top = _Parser(prog="sals", description=purpose, epilog=_EXAMPLES)
     top.add_argument("--version", action="store_true", help="print the version and leave")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
@@ -103,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     calibrated = commands.add_parser("calibrate", help="make a calibration file of a model", epilog=_CALIBRATE)
     calibrated.add_argument("model", metavar="MODEL", help="as for `sals explain`, language models only")
     calibrated.add_argument("output", type=Path, metavar="FILE.safetensors", help="where the calibration goes")
-    calibrated.add_argument("--text", type=Path, metavar="FILE", help="text to calibrate on (the Python language reference)")
+    calibrated.add_argument("--text", type=Path, metavar="FILE", help="text to use (the Python language reference)")
     calibrated.add_argument("--tokens", type=_positive, default=16384, help="tokens of it to use (16384)")
     calibrated.add_argument("--context", type=_positive, default=2048, help="tokens per sequence (2048)")
     calibrated.add_argument("--dtype", default="float32", choices=DTYPES, help="to load the model in (float32)")
@@ -134,7 +135,7 @@ def _add_json(command: argparse.ArgumentParser) -> None:
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the compiler")
+    command.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a compiler option")
     _add_json(command)
 
 
@@ -199,7 +200,7 @@ def _call(args: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]
     if ":" in args.model:
         return _from_python(args.model)
     if args.model.endswith(".py"):
-        raise UserError(f"{args.model}: write {args.model}:NAME, where NAME is a function that returns (callable, args)")
+        raise UserError(f"{args.model}: write {args.model}:NAME, NAME a function that returns (callable, args)")
     model, _ = _load(args.model, args.dtype)
     tokens = torch.zeros(args.batch, args.tokens, dtype=torch.int64)
     if args.no_cache:
