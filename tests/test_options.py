@@ -64,14 +64,15 @@ def test_a_fraction_of_the_key_holds_the_scale_too(fraction, width, bits):
     rank, score_rank = SalsConfig(rank=fraction, score_rank=fraction, latent_bits=bits).resolve_rank(width)
     scale = 16 if bits == 8 else 0
     assert 1 <= score_rank <= rank <= width
-    assert rank == 1 or rank * bits + scale <= (fraction * width + 0.5) * bits  # a fraction is rounded as it always was
+    # A fraction is rounded as it always was; a scale under a hundredth of the row is forgiven.
+    assert rank == 1 or rank * bits + scale <= 1.01 * (fraction * width + 0.5) * bits
     # No more is given away than the scale and the alignment of a row ask for.
     assert rank * bits + scale > (fraction * width - (16 if width >= 512 else 2) - 0.5) * bits
 
 
 def test_ranks_by_fraction():
     ranks = {width: [SalsConfig(rank=r).resolve_rank(width)[0] for r in (0.5, 0.25)] for width in (192, 1024, 4096)}
-    assert ranks == {192: [94, 46], 1024: [496, 240], 4096: [2032, 1008]}
+    assert ranks == {192: [94, 46], 1024: [512, 256], 4096: [2048, 1024]}
     assert SalsConfig(rank=1.0).resolve_rank(192)[0] == 192
     assert SalsConfig(rank=96).resolve_rank(192)[0] == 96
     assert SalsConfig(rank=0.125).resolve_rank(192) == (22, 22)
