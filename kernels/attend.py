@@ -86,15 +86,6 @@ def _unpack(pairs):
 
 
 @triton.jit
-def _prefetch(pointers, PDL: tl.constexpr):
-    """Asks for what lies there to come to L2; a hint, given on Hopper and later, that takes no register."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def _weights(
     logits, live, b, h, q, kv, args, scale,
     MASK_FN: tl.constexpr, SCORE_FN: tl.constexpr, MASKS: tl.constexpr, MODIFIES: tl.constexpr,
@@ -147,7 +138,7 @@ def _attend_kernel(
             of_head, indices + row.to(tl.int64) * count, codes, decoder, decoder_scales + n * D, scales, value_codes,
             value_scales, cos, sin, here, split, b, h, q, n, count, total, rows_p, args, scale,
             N, G, G_PAD, D, D_PAD, R, DR, PAIRS_PAD, REST_PAD, INTERLEAVED, GROUP, BITS, QUANTIZED, INT8,
-            TILE_T, TILE_R, STAGES, MASK_FN, SCORE_FN, MASKS, MODIFIES, PRECISION, PDL,
+            TILE_T, TILE_R, STAGES, MASK_FN, SCORE_FN, MASKS, MODIFIES, PRECISION,
         )  # fmt: skip
     else:
         if not EARLY_RING:
@@ -190,7 +181,7 @@ def _attend_latents(
     BITS: tl.constexpr, QUANTIZED: tl.constexpr, INT8: tl.constexpr,
     TILE_T: tl.constexpr, TILE_R: tl.constexpr, STAGES: tl.constexpr,
     MASK_FN: tl.constexpr, SCORE_FN: tl.constexpr, MASKS: tl.constexpr, MODIFIES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of selected tokens: stores its sums, returns their maxima and masses."""
     COMPUTE: tl.constexpr = of_head.dtype.element_ty
@@ -205,10 +196,6 @@ def _attend_latents(
     live = kv >= 0
     kv = tl.maximum(kv, 0)
     token = b.to(tl.int64) * total + kv
-    # Values travel to L2 while the keys are rebuilt. Loaded that early, they would cost more registers than there are.
-    _prefetch(value_codes + (token * N + n) * (D // 2 if BITS == 4 else D), PDL)
-    if BITS > 0:
-        _prefetch(value_scales + (token * N + n) * (D // GROUP), PDL)
     # -- keys, rotated, times queries
     logits = tl.zeros((TILE_T, G_PAD), tl.float32)
     if DR > 0:

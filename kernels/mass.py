@@ -176,6 +176,8 @@ def _logits_kernel(
         tl.debug_barrier()
     logits = tl.zeros((TILE_T, H_PAD), tl.float32)
     if reached:
+        if INT8:
+            token_scale = tl.load(scales + token).to(tl.float32)
         cell = (row * blocks + (first // BLOCK if BLOCKWISE else 0)) * H_PAD
         for start in range(0, RS, TILE_R):
             r = start + tl.arange(0, TILE_R)
@@ -187,7 +189,7 @@ def _logits_kernel(
                 latent = tl.load(codes + token[:, None] * R + r[None, :], mask=(r < RS)[None, :], other=0)
             logits = tl.dot(latent.to(COMPUTE), query, logits, input_precision=PRECISION)
         if INT8:
-            logits *= tl.load(scales + token).to(tl.float32)[:, None]
+            logits *= token_scale[:, None]
     if LARGEST:
         value = tl.max(tl.where((h < H)[None, :], logits, float("-inf")), axis=1)
         value = tl.where(reached, value, float("-inf"))
