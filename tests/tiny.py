@@ -43,7 +43,8 @@ def rollout(forward: Any, tokens: Tensor, cuts: list[int], cache: Any, **kwargs:
     """Logits of ``tokens [B, S]`` fed in pieces that end at ``cuts``, through one cache."""
     pieces, start = [], 0
     for end in cuts:
-        pieces.append(forward(tokens[:, start:end], past_key_values=cache, **kwargs).logits)
+        # CUDA graphs write every call's outputs to the same memory.
+        pieces.append(forward(tokens[:, start:end], past_key_values=cache, **kwargs).logits.clone())
         start = end
     return torch.cat(pieces, 1)
 
