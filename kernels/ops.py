@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The anchored operator means PyTorch's own."""
+    """The anchored operator means PyTorch's own: ``[B,H,L,D]`` over keys and values ``[B,N,S,D]``."""
     # Not torch.nn.functional's: passes/anchor.py points that name here while it traces.
     out = torch._C._nn.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -1,4 +1,4 @@
-"""Covariances -> the low-rank basis of a site's keys (DESIGN section 4).
+"""Covariances -> the low-rank basis of a site's keys .
 
 Dimensions: ``N`` KV heads, ``D`` head dim, ``E = N*D`` joint key width, ``R`` rank, ``Dr <= D`` rotated dims,
 ``M`` rotary rows.
@@ -55,6 +55,7 @@ class Basis:
 
     @property
     def rank(self) -> int:
+        """``R``, the number of latent coordinates."""
         return self.encoder.shape[1]
 
     @property
@@ -68,6 +69,8 @@ def pca(key_moment: Tensor, rank: int, *, joint: bool = True, kv_heads: int = 1)
     """The paper's basis: leading eigenvectors of ``key_moment [E,E]``, the sum of ``k k^T`` over joint pre-rotary keys.
 
     ``joint=False`` gives each of ``kv_heads`` its own subspace (a block-diagonal encoder) of the same total rank.
+    Source: arXiv 2510.24273, section 3. Raises ``ValueError`` for a rank outside 1 to ``E``, a moment that is not
+    finite or not square, or ``kv_heads`` that do not divide ``E``; so do the other methods.
     """
     key_moment = _covariance(key_moment, "key_moment")
     return _basis(key_moment, None, rank, 1 if joint else kv_heads, "pca")
@@ -86,7 +89,8 @@ def query_weighted(
 
     ``key_moment [E,E]``: sum of ``k k^T`` over joint pre-rotary keys. ``query_moment [N,D,D]``: sum of ``q q^T`` over
     the pre-rotary query heads of each KV head. ``relative``: ``cos``, ``sin [M,Dr]`` of the distances to average over
-    (:func:`relative_rows`), or None for a model without rotary embedding. ``joint=False``: see :func:`pca`.
+    (:func:`relative_rows`), or None for a model without rotary embedding. ``joint=False``: see :func:`pca`. Ours; the
+    module's text derives it. Raises ``ValueError`` as :func:`pca` does, and for two moments that do not fit.
     """
     key_moment = _covariance(key_moment, "key_moment")
     query_moment = _covariance(query_moment, "query_moment")
@@ -106,7 +110,7 @@ def weights(
     """The basis without data: ``pca`` of the keys of white hidden states, ``C = W_k diag(g)^2 W_k^T``.
 
     ``key_weight [E,Hidden]``; ``norm_weight [Hidden]`` is the gain ``g`` of the norm before it, None for none.
-    ``joint=False``: see :func:`pca`.
+    ``joint=False``: see :func:`pca`. Raises ``ValueError`` as it does, and for a gain that does not fit the weight.
     """
     weight = _finite(key_weight, "key_weight")
     if weight.dim() != 2:
@@ -132,7 +136,7 @@ def factor_projection(
 
     ``rank``: an int, or the share of the variance to keep (a float): the smallest rank that does. ``statistics``: mean
     ``[O]`` and covariance ``[O,O]`` of the outputs; None: those of white inputs times the norm's gain
-    ``norm_weight [I]``, of mean zero.
+    ``norm_weight [I]``, of mean zero. Raises ``ValueError`` where the statistics are of another number of outputs.
     """
     outputs = weight.shape[0]
     if statistics is None:
@@ -153,7 +157,8 @@ def relative_rows(cos: Tensor, sin: Tensor, rotary: str, count: int) -> tuple[Te
 
     ``cos``, ``sin [S,Dr]`` are the rows that a model applied at consecutive positions; a distance ``Δ`` is row ``Δ``
     composed with the inverse of row 0. Each pair of dims is a general 2x2 matrix ``[[c1, -s1], [s2, c2]]``, so scaled
-    rows (YaRN) are right too: the scale, which a distance does not have, cancels.
+    rows (YaRN) are right too: the scale, which a distance does not have, cancels. Raises ``ValueError`` for rows that
+    are misshapen, none or singular, and for a count under 1.
     """
     _check_rotary(rotary)
     if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] == 0 or cos.shape[1] % 2:
@@ -185,7 +190,10 @@ def relative_rows(cos: Tensor, sin: Tensor, rotary: str, count: int) -> tuple[Te
 
 
 def mean_over_distances(query_moment: Tensor, relative: tuple[Tensor, Tensor] | None, rotary: str) -> Tensor:
-    """``mean_Δ Rot(Δ) Q_n Rot(Δ)^T``: what the queries of each KV head look like from the keys. ``[N,D,D]`` fp64."""
+    """``mean_Δ Rot(Δ) Q_n Rot(Δ)^T``: what the queries of each KV head look like from the keys. ``[N,D,D]`` fp64.
+
+    ``relative`` is what :func:`relative_rows` returns; ``ValueError`` where it does not fit ``query_moment [N,D,D]``.
+    """
     _check_rotary(rotary)
     query_moment = query_moment.to(torch.float64)
     if rotary == "none" or relative is None:

@@ -82,6 +82,7 @@ class Fingerprint:
 
     @staticmethod
     def of(model: torch.nn.Module) -> Fingerprint:
+        """The fingerprint of a model: its class, parameter shapes, and a few entries of a few weights."""
         named = sorted(model.named_parameters(remove_duplicate=True), key=lambda item: item[0])
         shapes = json.dumps([[name, list(p.shape)] for name, p in named])
         # A few large weights tell two models of one architecture apart; all of them would make the file large.
@@ -91,6 +92,7 @@ class Fingerprint:
         return Fingerprint(type(model).__name__, sum(p.numel() for _, p in named), digest, tuple(samples))
 
     def matches(self, other: Fingerprint) -> bool:
+        """Whether both are of one model; the sampled entries may differ by rounding (a type of less precision)."""
         return (self.digest, self.parameters) == (other.digest, other.parameters) and _same(self.samples, other.samples)
 
     def __str__(self) -> str:
@@ -126,6 +128,7 @@ class SiteMoments:
     projected_moment: Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
     def relative(self) -> tuple[Tensor, Tensor] | None:
+        """``cos``, ``sin [M,Dr]`` as :func:`sals_compile.basis.query_weighted` takes them; None without rotary."""
         return None if self.rotary == "none" else (self.relative_cos, self.relative_sin)
 
     def fault(self) -> str:
@@ -265,7 +268,7 @@ class Calibration:
 
     def projected(self, site: str, outputs: int) -> tuple[Tensor, Tensor] | None:
         """Mean ``[O]`` and covariance ``[O,O]`` of a site's query projection without its bias, fp64 on the CPU, or None
-        where they were not observed.
+        where they were not observed. Raises :class:`CalibrationError` where it has not ``outputs`` (``O``) of them.
         """
         moments = self.sites.get(site)
         if moments is None or moments.projected_moment.numel() == 0:
@@ -408,7 +411,7 @@ class Calibration:
 
 
 def sample(weight: Tensor) -> Tensor:
-    """:data:`SAMPLES` entries of a weight, evenly spaced, fp32 on the CPU."""
+    """:data:`SAMPLES` entries ``[SAMPLES]`` of a weight of any shape, evenly spaced, fp32 on the CPU."""
     flat = weight.detach().reshape(-1)
     count = min(SAMPLES, flat.numel())
     index = torch.linspace(0, max(flat.numel() - 1, 0), count, dtype=torch.float64).round().long()

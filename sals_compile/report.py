@@ -39,8 +39,31 @@ _reports: deque[GraphReport] = deque(maxlen=64)
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One attention site: ``status`` is ``sals``, ``reconstruct``, ``exact``, ``dense`` or ``declined``, ``reason``
-    says why.
+    """One attention site. Texts are empty and numbers 0 where they say nothing (of a declined site, most).
+
+    Attributes:
+        name: the module path (``model.layers.3.self_attn``).
+        status: ``"sals"``, ``"reconstruct"``, ``"exact"``, ``"dense"`` (left so by the plan) or ``"declined"`` (not
+            understood, left as it was).
+        reason: why.
+        heads: ``query heads/KV heads x head dim``.
+        rotary: ``"none"``, ``"half"`` or ``"interleaved"``, and how many dims of how many where it is partial.
+        mask: what may be attended, an expression over batch ``b``, head ``h``, query ``q`` and cache slot ``kv``;
+            ``a0`` is a tensor and ``n0`` an integer of the graph.
+        score: what becomes of a logit (a soft cap, say), such an expression.
+        cache: ``static[slots]`` and the graph input that is the buffer of keys.
+        rank, score_rank: coordinates of a token's latent, and how many of them score it.
+        budget: tokens attended per query.
+        predicted_mass: share (0 to 1) of attention that the best ``budget`` tokens get on the calibration's text; None
+            without a calibration.
+        verified_error: relative difference between the original subgraph and the record, run on random data; None where
+            they were not.
+        query_rank, query_retained: of a factored query projection, its rank and the share (0 to 1) of its outputs'
+            variance that the rank keeps.
+        kv_bytes_per_token, dense_bytes_per_token: bytes of one token's keys and values and batch row, as stored and
+            dense.
+        remedy: of a declined site, what would make it match, where that is known.
+        node: of a declined site, the FX node at which the nearest match failed.
     """
 
     name: str
@@ -54,29 +77,23 @@ class SiteReport:
     rank: int = 0
     score_rank: int = 0
     budget: int = 0
-    #: the share of attention that the best ``budget`` tokens get on the calibration's text (None without one)
     predicted_mass: float | None = None
     verified_error: float | None = None
-    #: of a factored query projection: its rank, and the share of its outputs' variance that the rank keeps
     query_rank: int = 0
     query_retained: float | None = None
     kv_bytes_per_token: float = 0.0
     dense_bytes_per_token: float = 0.0
-    #: of a declined site: what would make it match ("" where nobody knows), and the node at which the nearest match
-    #: failed
     remedy: str = ""
     node: str = ""
 
 
 class GraphReport:
-    """One compiled graph.
+    """One compiled graph. ``print`` it for a table of its sites.
 
     Attributes:
         sites: a :class:`SiteReport` per attention site, declined ones included.
         timings: seconds per pass.
-        graph_before, graph_after: the ATen graph as matched, and as rewritten (FX modules that run; the latter takes
-        the state tensors
-            of ``state_inputs`` after the graph's own inputs).
+        config: the options, a :class:`SalsConfig`.
     """
 
     def __init__(
@@ -99,10 +116,12 @@ class GraphReport:
 
     @property
     def graph_before(self) -> GraphModule:
+        """The ATen graph as it was matched: an FX module that runs."""
         return self._compiled.gm
 
     @property
     def graph_after(self) -> GraphModule:
+        """The rewritten graph: an FX module that runs, given the tensors of ``state_inputs`` after its own inputs."""
         return self._compiled.rewrite("sparse").gm
 
     @property
@@ -122,6 +141,7 @@ class GraphReport:
 
     @property
     def verified(self) -> int:
+        """Sites whose record was run against their own subgraph on random data, and agreed."""
         return sum(s.verified_error is not None for s in self.sites)
 
     def kv_bytes_per_token(self) -> dict[str, float]:
@@ -230,15 +250,25 @@ class GraphReport:
     def __str__(self) -> str:
         return format_sites(self.sites)
 
+    def __repr__(self) -> str:
+        return f"<GraphReport: {len(self.sites)} sites, {self.rewritten} rewritten, {self.verified} verified>"
+
 
 @dataclass
 class Explanation:
-    """What :func:`explain` found: the graphs that Dynamo traced, in order."""
+    """What :func:`explain` found.
+
+    Attributes:
+        graphs: a :class:`GraphReport` per graph that Dynamo traced, in order; most models trace to one.
+
+    What is about one graph (``graph_before``, ``draw``, ...) is about :attr:`first`.
+    """
 
     graphs: list[GraphReport] = field(default_factory=list)
 
     @property
     def sites(self) -> list[SiteReport]:
+        """The sites of all graphs, declined ones included."""
         return [s for g in self.graphs for s in g.sites]
 
     @property
@@ -248,6 +278,7 @@ class Explanation:
 
     @property
     def graph_after(self) -> GraphModule:
+        """The same graph, rewritten."""
         return self.first.graph_after
 
     @property
@@ -271,7 +302,8 @@ class Explanation:
         """Write one self-contained page (no network, no script needed to read it) about every graph traced.
 
         It shows the sites with their reasons and nearest misses, the graph before and after around each site, mask and
-        score expressions, bytes per token, the options, the generated kernels and the pass timings.
+        score expressions, bytes per token, the options, the generated kernels and the pass timings. ``OSError`` where
+        ``path`` cannot be written.
         """
         from .html import page
 
@@ -327,11 +359,17 @@ def explain(fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Non
     """Match and rewrite ``fn(*args, **kwargs)`` without compiling it, and report what would become of its attention.
 
     The call runs once, dense and uncompiled, on copies of the arguments, so that nothing of the caller's (a KV cache,
-    say) changes. ``options`` are those of :class:`sals_compile.SalsConfig`. Raises :class:`sals_compile.OptionError`
-    for a bad option.
+    say) changes. ``options`` are those of :class:`sals_compile.SalsConfig`.
+
+    Raises:
+        OptionError: a bad option.
+        torch._dynamo.exc.BackendCompilerFailed: around a :class:`DeclinedError` (under ``on_decline="error"``) or a
+            :class:`CalibrationError`, as ``torch.compile`` raises them.
+        Exception: whatever ``fn`` raises.
     """
     from .backend import sals
 
+    SalsConfig.from_options(options)  # here, so that the error is not wrapped by torch.compile
     found = Explanation()
     chosen = dict(options or {}) | {"lowering": "eager"}
 
@@ -470,10 +508,13 @@ def _rotary_text(site: AttentionSite) -> str:
 
 
 def format_sites(sites: Sequence[SiteReport]) -> str:
-    """A table of sites; runs of sites that differ only in their number are folded into one line."""
-    columns = ("site", "status", "heads", "rotary", "mask", "cache", "rank", "T", "verified", "why")
-    rows: list[list[str]] = []
-    folded: list[tuple[list[str], list[str]]] = []
+    """A table of sites. Neighbours that differ in nothing but the name and the error measured are one line, with the
+    largest error; a reason that all share stands below the table.
+    """
+    if not sites:
+        return "no attention found: no scaled_dot_product_attention, flex_attention or softmax between two products"
+    columns = ["site", "status", "heads", "rotary", "mask", "cache", "rank", "T", "verified", "why"]
+    folded: list[tuple[list[SiteReport], list[str]]] = []
     for site in sites:
         row = [
             site.status,
@@ -483,19 +524,25 @@ def format_sites(sites: Sequence[SiteReport]) -> str:
             site.cache.split(" ")[0],
             f"{site.rank}/{site.score_rank}" if site.rank else "",
             str(site.budget or ""),
-            "" if site.verified_error is None else f"{site.verified_error:.0e}",
+            "" if site.verified_error is None else "yes",
             site.reason,
         ]
         if folded and folded[-1][1] == row:
-            folded[-1][0].append(site.name)
+            folded[-1][0].append(site)
         else:
-            folded.append(([site.name], row))
-    for names, row in folded:
-        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+            folded.append(([site], row))
+    rows = []
+    for run, row in folded:
+        errors = [s.verified_error for s in run if s.verified_error is not None]
+        row[columns.index("verified") - 1] = f"{max(errors):.0e}" if errors else ""
+        label = run[0].name if len(run) == 1 else f"{run[0].name} .. {run[-1].name} ({len(run)})"
         rows.append([label, *row])
-    if not rows:
-        return "no attention sites found"
-    widths = [max(len(r[i]) for r in [list(columns), *rows]) for i in range(len(columns))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [list(columns), *rows]]
+    shared = {site.reason for site in sites}
+    if len(shared) == 1:
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    widths = [max(len(r[i]) for r in [columns, *rows]) for i in range(len(columns))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [columns, *rows]]
     lines.insert(1, "  ".join("-" * w for w in widths))
+    if len(shared) == 1:
+        lines.append(f"why: {shared.pop()}")
     return "\n".join(lines)

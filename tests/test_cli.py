@@ -102,6 +102,7 @@ def test_explain_without_a_cache(capsys, folder):
         (["explain", EXAMPLE, "--draw", "graph.jpeg"], "the suffix must be"),
         (["calibrate", "smollm2", "/no/such/folder/basis.safetensors"], "does not exist"),
         (["bench", "speed"], "choose from decode, operator"),
+        (["explain", "model.py"], "write model.py:NAME"),
     ],
 )
 def test_user_errors_are_one_line(capsys, argv, words):
@@ -109,6 +110,29 @@ def test_user_errors_are_one_line(capsys, argv, words):
     assert code == 2
     assert words in err and err.startswith("sals: ") and "Traceback" not in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise ValueError('no weights')", "ValueError: no weights"),
+        ("import torch; return torch.nn.Linear(2, 2), ()", "missing a required argument: 'input'"),
+        ("return (lambda x: x), (1, 2)", "too many positional arguments"),
+    ],
+)
+def test_what_the_users_own_code_raises_is_one_line(capsys, tmp_path, body, words):
+    """``--verbose`` shows where it was raised."""
+    (tmp_path / "mine.py").write_text(f"def call():\n    {body}\n")
+    code, out, err = run(capsys, "explain", f"{tmp_path / 'mine.py'}:call")
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+    code, _, err = run(capsys, "explain", f"{tmp_path / 'mine.py'}:call", "--verbose")
+    assert code == 2 and "Traceback" in err and words in err
+
+
+def test_a_bad_number_is_explained(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["explain", EXAMPLE, "--tokens", "ten"])
+    assert "'ten': give a whole number from 1 on" in capsys.readouterr().err
 
 
 def test_declines_have_an_exit_code_of_their_own(capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import subprocess
@@ -13,7 +14,8 @@ from tiny import Attention, CachedAttention, llama, static_cache
 from torch import nn
 
 import sals_compile
-from sals_compile import explain
+from sals_compile import SiteReport, explain
+from sals_compile.report import format_sites
 
 SMALL = {"budget": 24, "sinks": 2, "recents": 8}
 
@@ -186,7 +188,17 @@ def test_logging(caplog):
 
 def test_nothing_to_trace():
     found = explain(torch.compiler.disable(lambda: 3))
-    assert found.sites == [] and str(found) == "no attention sites found"
+    assert found.sites == [] and str(found).startswith("no attention found")
+
+
+def test_the_table_folds_layers_and_shared_reasons():
+    site = SiteReport("layers.0", "sals", "512 of 4096", heads="8/4x16", budget=512, verified_error=1e-6)
+    later = [dataclasses.replace(site, name=f"layers.{i}", verified_error=2e-6) for i in (1, 2)]
+    text = format_sites([site, *later])
+    assert "layers.0 .. layers.2 (3)" in text and "2e-06" in text and text.endswith("\nwhy: 512 of 4096")
+    other = dataclasses.replace(site, name="layers.3", status="declined", reason="dropout", verified_error=None)
+    lines = format_sites([site, *later, other]).splitlines()
+    assert len(lines) == 4 and lines[2].endswith("512 of 4096") and lines[3].endswith("dropout")
     with pytest.raises(ValueError, match="nothing was traced"):
         _ = found.graph_before
 

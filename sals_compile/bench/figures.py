@@ -1,6 +1,6 @@
 """``sals figures --out DIR``: the three figures that this project is judged by, from measurements made here and now.
 
-1. *Time per module* (`sals bench modules`): SALS beside low-rank attention that rebuilds all keys, as the context grows.
+1. *Time per module* (`sals bench modules`): SALS beside low-rank attention that rebuilds all keys, as contexts grow.
 2. *Rotary embedding and PCA*: a real model's keys before and after the rotary embedding, every layer. The claim tested:
    the rotary embedding raises the rank that a low-rank latent needs.
 3. *Speed-up against context length*, with the query projection whole and factored (``query_rank``): (a) one attention

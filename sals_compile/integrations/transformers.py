@@ -34,6 +34,7 @@ class SalsLayer(StaticLayer):
 
     @property
     def keys(self) -> Tensor:
+        """There are no ``[B, N, S, D]`` to see: raises ``RuntimeError`` with the remedy."""
         raise RuntimeError(UNTOUCHABLE)
 
     @keys.setter
@@ -42,6 +43,7 @@ class SalsLayer(StaticLayer):
 
     @property
     def values(self) -> Tensor:
+        """There are no ``[B, N, S, D]`` to see: raises ``RuntimeError`` with the remedy."""
         raise RuntimeError(UNTOUCHABLE)
 
     @values.setter
@@ -49,11 +51,12 @@ class SalsLayer(StaticLayer):
         """transformers' layers begin with None."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is allocated here."""
+        """Nothing is allocated here, whatever ``[B, N, L, D]`` comes."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The layer's whole keys and values ``[B, N, max_cache_len, D]`` after ``key_states [B, N, L, D]`` joined them;
-        they exist in a graph compiled by ``backend="sals"`` alone. Raises ``RuntimeError`` elsewhere.
+        they exist in a graph compiled by ``backend="sals"`` alone. Raises ``RuntimeError`` elsewhere, ``ValueError``
+        for keys on another device than the cache's.
         """
         if key_states.device != self.device:
             raise ValueError(
@@ -85,7 +88,8 @@ class SalsCache(StaticCache):
         max_cache_len: capacity ``S`` in tokens.
         device: where the model runs (default: torch's default device). One device for all layers.
 
-    Raises ``TypeError`` for ``offloading``, which a compressed cache does not have.
+    Raises ``TypeError`` for ``offloading``, which a compressed cache does not have, and ``ValueError`` for a model
+    without full-attention layers.
     """
 
     def __init__(
@@ -126,18 +130,18 @@ class SalsCache(StaticCache):
             layer.crop(tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row ``i`` of the batch becomes what row ``beam_idx[i]`` was."""
+        """Row ``i`` of the batch becomes what row ``beam_idx[i]`` was; ``beam_idx [B]``."""
         self.state.reorder(beam_idx)
         for layer in self._others():
             layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row of the batch ``repeats`` times."""
+        """Each row of the batch ``repeats`` times: ``[B, ...]`` becomes ``[B * repeats, ...]``."""
         self._no_others("batch_repeat_interleave")
         self.state.select(torch.arange(self.state.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows ``indices`` of the batch (indices, or a mask)."""
+        """Keep rows ``indices`` of the batch: indices ``[K]``, or a boolean mask ``[B]``."""
         self._no_others("batch_select_indices")
         self.state.select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
