@@ -12,6 +12,7 @@ from tiny import llama, rollout, static_cache
 import sals_compile
 from sals_compile.bench import needles, quality
 from sals_compile.calibrate import calibrate
+from sals_compile.kernels import reference
 
 SMALL = {"budget": 40, "sinks": 2, "recents": 16, "skip_layers": (0,)}
 
@@ -76,6 +77,8 @@ def results():
         ),
         "oracle": ("c", SMALL | {"selection": "oracle"}),
         "random": ("d", SMALL | {"selection": "random"}),
+        "two-bit": ("f", SMALL | {"value_bits": 2}),
+        "plain": ("f", SMALL | {"value_bits": 2, "values": "min-max"}),
         "auto": ("e", {"sinks": 2, "recents": 16, "budget": "auto", "auto_mass": 0.5, "skip_layers": ["auto", 0]}),
     }
     torch.manual_seed(0)
@@ -99,6 +102,26 @@ def test_selections_order_as_they_must(results):
     assert by_name["score"].recall > by_name["random"].recall
     assert by_name["oracle"].retained > by_name["random"].retained
     assert by_name["exact"].kl < 0.2 * by_name["random"].kl
+
+
+def test_plain_values_reach_from_minimum_to_maximum(results):
+    value = torch.randn(50, 2, 64)
+
+    def stored():
+        return reference.dequantize_values(*reference.quantize_values(value, 2), 64)
+
+    fitted = stored()
+    with quality._plain_values():
+        plain = stored()
+    grouped = value.unflatten(-1, (2, 32))
+    for extreme in (torch.amin, torch.amax):
+        found = extreme(plain.unflatten(-1, (2, 32)), -1)
+        torch.testing.assert_close(found, extreme(grouped, -1), rtol=2e-3, atol=2e-3)
+    assert (plain - value).square().mean() > 1.2 * (fitted - value).square().mean()
+    torch.testing.assert_close(stored(), fitted)
+    by_name = {r.name: r for r in results}
+    assert by_name["plain"].options["values"] == "min-max"
+    assert by_name["plain"].kl != by_name["two-bit"].kl
 
 
 def test_storage_counts_everything(results):

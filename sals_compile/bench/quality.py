@@ -72,11 +72,14 @@ SKIP = (0, 1, -1)
 #: Share of probability in a nucleus set.
 NUCLEUS = 0.9
 
-#: Every row: its method (a line of the plot) and its options. ``selection`` and ``calibration_text`` are not options of
-#: the compiler: they name an ablation, and the corpus calibrated on.
+#: Every row: its method (a line of the plot) and its options. ``selection`` and ``values`` are not options of the
+#: compiler: they name an ablation. ``values="min-max"`` spreads the levels of values from the minimum to the maximum of
+#: 32 dims, as DESIGN's table has them for the paper's method; ours fit four levels, and share the scale of 16 by 64.
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "paper-25": ("paper", {"preset": "paper-25"}),
     "paper-12.5": ("paper", {"preset": "paper-12.5"}),
+    "paper-25-plain": ("paper, min-max values", {"preset": "paper-25", "values": "min-max"}),
+    "paper-12.5-plain": ("paper, min-max values", {"preset": "paper-12.5", "values": "min-max"}),
     "compact": ("sals, compact", {"preset": "compact"}),
     "default": ("sals", {}),
     "rank-1/4": ("sals", {"rank": 0.25}),
@@ -340,7 +343,14 @@ def _lowering_to(operator: Any, make: Callable[[GraphModule], Interpreter]) -> I
         if not any(n.target is operator for n in gm.graph.nodes):
             return original(gm, *args)
         interpreter = make(gm)
-        return lambda inputs: interpreter.run(*inputs)
+
+        def call(inputs: list[Any]) -> Any:
+            try:
+                return interpreter.run(*inputs)
+            finally:
+                interpreter.env.clear()  # every row's graph stays known to the reports, with what this holds
+
+        return call
 
     with mock.patch.object(runtime, "lower", lower):
         yield
@@ -351,6 +361,20 @@ def _inspecting(selection: str, totals: dict[str, list[Tensor]]) -> contextlib.A
     return _lowering_to(
         torch.ops.sals.attend.default, lambda gm: _Inspector(gm, compiled_reports()[-1], selection, totals)
     )
+
+
+@contextlib.contextmanager
+def _plain_values() -> Iterator[None]:
+    """Values quantised within as :data:`ROWS` says of ``"min-max"``."""
+
+    def levels(grouped: Tensor) -> tuple[Tensor, Tensor]:
+        return reference._levels(grouped.amin(-1), grouped.amax(-1), 3.0)
+
+    def group(head_dim: int, bits: int = 4) -> int:
+        return min(32, head_dim & -head_dim)
+
+    with mock.patch.multiple(reference, _two_bit_levels=levels, value_group=group):
+        yield
 
 
 # ---- a window, and one row on it -------------------------------------------------------------------------------------
@@ -479,8 +503,11 @@ def measure(
     selection = options.pop("selection", "score")
     if selection not in SELECTIONS:
         raise QualityError(f"selection={selection!r}: allowed are {', '.join(SELECTIONS)}")
-    if lowering != "eager" and selection != "score":
-        raise QualityError(f"row {name!r}: selection={selection!r} needs --lowering eager")
+    values = options.pop("values", "fitted")
+    if values not in ("fitted", "min-max"):
+        raise QualityError(f"values={values!r}: allowed are 'fitted', 'min-max'")
+    if lowering != "eager" and (selection, values) != ("score", "fitted"):
+        raise QualityError(f"row {name!r}: selection={selection!r}, values={values!r} need --lowering eager")
     shown = {"skip_layers": SKIP} | options
     full = shown | {"lowering": lowering}
     if full.get("basis") != "weights":
@@ -489,12 +516,18 @@ def measure(
     config = load_calibration(SalsConfig.from_options(full))
     totals: dict[str, list[Tensor]] = {}
     watched = lowering == "eager" and (inspect or selection != "score")
-    result = Result(name, method, shown | ({"selection": selection} if selection != "score" else {}))
+    ablated = {"selection": selection} if selection != "score" else {}
+    ablated |= {"values": values} if values != "fitted" else {}
+    result = Result(name, method, shown | ablated)
     sums: dict[str, list[Tensor]] = {}
     started = time.perf_counter()
     torch._dynamo.reset()
     forward = torch.compile(model.forward, backend="sals", options=full, dynamic=False)
-    with _inspecting(selection, totals) if watched else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if watched:
+            stack.enter_context(_inspecting(selection, totals))
+        if values == "min-max":
+            stack.enter_context(_plain_values())
         for window in windows:
             for depth in window.reference:
                 found = decode(model, forward, window, depth, positions, chunk, config)
@@ -502,10 +535,11 @@ def measure(
                     sums.setdefault(metric, []).append(value)
                 result.kl_by_depth[f"{window.name}@{depth}"] = float(found["kl"].mean())
                 step()
-    for metric, values in sums.items():
-        setattr(result, metric, float(torch.cat(values).mean()))
+        counted = stored_bytes(compiled_reports()[-1])
+    for metric, by_depth in sums.items():
+        setattr(result, metric, float(torch.cat(by_depth).mean()))
     result.positions = sum(len(v) for v in sums["kl"])
-    result.bytes, result.dense_bytes, result.key_share, result.layer_ratio = stored_bytes(compiled_reports()[-1])
+    result.bytes, result.dense_bytes, result.key_share, result.layer_ratio = counted
     if totals:
         layers = {site: torch.stack(v).mean(0) for site, v in totals.items()}
         result.retained_by_layer = {site: float(v[0]) for site, v in layers.items()}
@@ -594,7 +628,7 @@ def run(
             "every depth plus positions must be at most --tokens"
         )
     for name, (_, options) in rows.items():
-        checked = {k: v for k, v in options.items() if k != "selection"}
+        checked = {k: v for k, v in options.items() if k not in ("selection", "values")}
         budget = SalsConfig.from_options({"calibration": "to be made"} | checked).budget
         if budget != "auto" and depths[0] <= budget:
             raise QualityError(f"row {name!r}: depth {depths[0]} does not exceed its budget, decoding there is dense")
