@@ -40,6 +40,14 @@ def _same_type(node: Node) -> Node | None:
     return source if kept and not any(v is not None for v in extra.values()) else None
 
 
+def _converted(node: Node) -> Node:
+    """A cast as torch's own passes spell it (where ``dynamic=True`` makes tensors of Python numbers)."""
+    source = _source(node)
+    if dtype_of(source) == dtype_of(node):
+        return source
+    return emit(node, aten._to_copy.default, source, dtype=node.args[1])
+
+
 def _equal_shapes(a: Node, b: Node) -> bool:
     return len(shape_of(a)) == len(shape_of(b)) and all(
         same(x, y) for x, y in zip(shape_of(a), shape_of(b), strict=True)
@@ -214,6 +222,7 @@ RULES: dict[object, Rule] = {
     aten.detach.default: _identity,
     aten.lift_fresh_copy.default: _identity,
     aten._to_copy.default: _same_type,
+    torch.ops.prims.convert_element_type.default: _converted,
     aten.expand.default: _same_shape,
     aten.slice.Tensor: _whole_slice,
     aten.slice_scatter.default: _whole_scatter,
@@ -260,6 +269,7 @@ def canonicalize(gm: GraphModule) -> GraphModule:
         if node in outputs and rule in (
             _identity,
             _same_type,
+            _converted,
             _same_shape,
             _whole_slice,
             _whole_scatter,

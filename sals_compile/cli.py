@@ -62,6 +62,7 @@ then: torch.compile(model, backend="sals", options={"calibration": "basis.safete
 _EXAMPLES = """\
 examples:
   sals doctor                      what is installed, what would run where, a self-test
+  sals doctor --models             which models' attention is found: a table
   sals explain smollm2             what becomes of each attention site
   sals explain smollm2 --html out.html
   sals calibrate smollm2 basis.safetensors
@@ -119,6 +120,23 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="versions, devices, what would run where, a self-test")
     doctor.add_argument("--no-test", action="store_true", help="leave out the self-test")
+    doctor.add_argument(
+        "--models",
+        nargs="*",
+        metavar="NAME",
+        help="instead: what is found in tiny models of each kind that the catalogue has (all, or those whose name "
+        "contains one of these)",
+    )
+    doctor.add_argument(
+        "--profiles",
+        nargs="+",
+        default=["fp32"],
+        metavar="PROFILE",
+        help="of --models: fp32 (default), bf16, fp32-dynamic, bf16-dynamic, or all",
+    )
+    doctor.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="of --models: put the table between the marks of a document"
+    )
     _add_json(doctor)
     doctor.set_defaults(run=_doctor)
     return top
@@ -342,6 +360,10 @@ def _delegate(name: str, argv: list[str]) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from . import __version__, doctor
 
+    if args.models is not None:
+        return _doctor_models(args)
+    if args.markdown is not None or args.profiles != ["fp32"]:
+        raise UserError("--profiles and --markdown belong to --models")
     quiet = args.json
     if not quiet:
         print(f"sals-compile {__version__}")
@@ -367,6 +389,61 @@ def _doctor(args: argparse.Namespace) -> int:
     if quiet:
         print(json.dumps(result, indent=2))
     return 0 if result["ok"] else 1
+
+
+def _doctor_models(args: argparse.Namespace) -> int:
+    """The catalogue: progress on stderr, the table (or JSON) on stdout; exit code 1 if a row failed."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    from . import catalogue, doctor
+
+    profiles = list(catalogue.PROFILES) if args.profiles == ["all"] else args.profiles
+    for profile in profiles:
+        if profile not in catalogue.PROFILES:
+            raise UserError(f"--profiles {profile}: choose from {', '.join(catalogue.PROFILES)}, or all")
+    entries = [e for e in catalogue.ENTRIES if not args.models or any(n.lower() in e.name.lower() for n in args.models)]
+    if not entries:
+        raise UserError(
+            f"--models {' '.join(args.models)}: no such model; choose from "
+            + ", ".join(e.name for e in catalogue.ENTRIES)
+        )
+    # What Dynamo has to say about the models' own graph breaks is not asked for here.
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    logging.getLogger("sals_compile").setLevel(logging.ERROR)
+    work = catalogue.cases(entries, profiles)
+    rows: list[catalogue.Row] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("models", total=len(work))
+        for (entry, implementation, profile), found in zip(work, catalogue.rows(work), strict=True):
+            rows += found
+            bar.update(task, advance=1, description=f"{entry.name}, {implementation or 'own'}, {profile}")
+    if args.markdown is not None:
+        catalogue.write_markdown(args.markdown, catalogue.markdown(rows, profiles))
+    failed = sum(r.verdict == "failed" for r in rows)
+    if args.json:
+        facts = {"versions": doctor.versions(), "models": [vars(r) for r in rows], "ok": not failed}
+        print(json.dumps(facts, indent=2))
+        return 1 if failed else 0
+    table = Table("model", "attention", "profile", "phase", "expected", "found", "rewritten", "error", "verdict")
+    for r in rows:
+        error = "" if r.error != r.error else f"{r.error:.0e}"
+        style = "red" if r.verdict == "failed" else None
+        counts = (str(r.expected), str(r.found), str(r.rewritten))
+        table.add_row(r.model, r.implementation, r.profile, r.phase, *counts, error, r.verdict, style=style)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    for reason in dict.fromkeys(r.detail for r in rows if r.detail):
+        where = dict.fromkeys(f"{r.model} ({r.implementation}, {r.profile})" for r in rows if r.detail == reason)
+        console.print(f"{', '.join(where)}: {reason}", markup=False, highlight=False, soft_wrap=True)
+    verdicts = [r.verdict for r in rows]
+    counts = ", ".join(
+        f"{verdicts.count(v)} {v}" for v in ("rewritten", "declined", "skipped", "failed") if v in verdicts
+    )
+    console.print(f"{len(entries)} models, {len(rows)} rows: {counts}", highlight=False)
+    return 1 if failed else 0
 
 
 # ---- entry -----------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def chunks(examples: int, first_seed: int, jobs: int, deadline: float) -> Iterat
         _prepare()
         yield from map(_unpacked, work)
         return
-    with multiprocessing.get_context("spawn").Pool(jobs, _prepare, maxtasksperchild=20) as pool:
+    with multiprocessing.get_context("spawn").Pool(jobs, _prepare, maxtasksperchild=5) as pool:
         yield from pool.imap_unordered(_unpacked, work)
 
 

@@ -141,6 +141,10 @@ TRAPS = {
     "B = L = H = D": Spec(product="matmul", batch=4, length=4, heads=4, kv_heads=4, head_dim=4),
     "B = L = H = D, grouped": Spec(product="bmm", batch=4, length=4, heads=4, kv_heads=2, head_dim=4, cache="scatter"),
     "B = L = H = D, turned": Spec(product="turned", batch=4, length=4, heads=4, kv_heads=4, head_dim=4),
+    "one key, turned, grouped": Spec(product="turned_values", repeat="interleave", length=1, mask="prefix"),
+    "one key, turned, of one KV head": Spec(
+        product="turned_values", heads=6, kv_heads=1, batch=4, length=1, mask="prefix", projection="fused_per_head"
+    ),
     "nothing but ones": Spec(product="einsum", batch=1, heads=1, kv_heads=1, length=2),
     "interleaved rotary": Spec(product="matmul", rotary="interleaved", cache="index_copy"),
     "interleaved rotary, pairwise": Spec(product="matmul", rotary="interleaved_pairwise", cache="index_copy"),
@@ -274,7 +278,7 @@ def test_fault_of_ours_at_one_site_is_a_decline(
 
 def test_step_of_a_sliding_cache_does_not_recompile() -> None:
     """transformers' sliding layers count their tokens in Python integers."""
-    import catalogue
+    from sals_compile import catalogue
 
     entry = next(e for e in catalogue.ENTRIES if e.name == "Mistral")
     torch._dynamo.reset()

@@ -315,13 +315,23 @@ def _const_size(size: Any) -> Expr:
 
 def _from_softmax(node: Node) -> AttentionSite:
     logits = _find_logits(node)
+    turned = _normalises_rows(node, logits)
+    if turned is not None:
+        return _from_logits(node, logits, turned)
+    try:
+        return _from_logits(node, logits, False)
+    except Mismatch:
+        return _from_logits(node, logits, True)
+
+
+def _from_logits(node: Node, logits: _Logits, turned: bool) -> AttentionSite:
+    """The site of a softmax over ``q @ k^T``, or (``turned``) over ``k @ q^T``."""
     depth = len(logits.path)
     first = logits.product
     biased = first.target in (aten.baddbmm.default, aten.addmm.default)
     left, right = (_batched(trace_views(a, scales=True)) for a in first.args[biased : biased + 2])  # type: ignore[arg-type]
     query, key = left, right
-    turned = _normalises_rows(node, logits)
-    if turned:  # scores are k @ q^T
+    if turned:
         query, key = right, left
         for operand in (query, key):
             operand.dims[1], operand.dims[2] = operand.dims[2], operand.dims[1]
@@ -397,8 +407,9 @@ def _batched(trace: ViewTrace) -> ViewTrace:
     return trace
 
 
-def _normalises_rows(softmax: Node, logits: _Logits) -> bool:
+def _normalises_rows(softmax: Node, logits: _Logits) -> bool | None:
     """Whether the softmax runs over what the product's first operand brought: the keys, where scores are ``k @ q^T``.
+    None where it runs over a single key, which either may have brought.
 
     (A softmax over the queries looks the same up to here; its weights then meet the values along another axis.)
     """
@@ -407,7 +418,7 @@ def _normalises_rows(softmax: Node, logits: _Logits) -> bool:
         if step.target in VIEW_OPS:
             VIEW_OPS[step.target](trace, step)
     dim = _kept(trace.dims[int(softmax.args[1]) % len(trace.dims)])  # type: ignore[arg-type]
-    return bool(dim) and all(a.dim == len(trace.base_dims) - 2 for a in dim)
+    return all(a.dim == len(trace.base_dims) - 2 for a in dim) if dim else None
 
 
 def _kept(atoms: Dims | list[Atom]) -> list[Atom]:

@@ -1,25 +1,37 @@
-"""Models that people run, tiny and with random weights: what the compiler finds in each (``sals doctor --models``, and
-the README's table).
+"""Models that people run, tiny and with random weights, and what the compiler finds in each (``sals doctor --models``,
+the README's table, ``tests/test_catalogue.py``).
 
 An :class:`Entry` builds a model and drives it: a prefill and cached decode where the model has a cache, one forward
 where it has none. ``sites`` is what each graph must hold rewritten; ``declined`` a part of the reason that each
-declined site must give.
+declined site must give. Models of transformers are skipped where it is not installed.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import sals_compile
+from . import report
 
 VOCABULARY = 96
 Call = Callable[..., Any]
+
+#: How an entry is compiled: dtype, and torch.compile's ``dynamic`` (True: every size is a symbol from the first call).
+PROFILES: dict[str, tuple[torch.dtype, bool | None]] = {
+    "fp32": (torch.float32, None),
+    "bf16": (torch.bfloat16, None),
+    "fp32-dynamic": (torch.float32, True),
+    "bf16-dynamic": (torch.bfloat16, True),
+}
+#: Largest relative error of exact mode accepted, beside the model's own eager run, by dtype.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
@@ -30,28 +42,36 @@ class Entry:
     name: str
     build: Callable[[], nn.Module]
     drive: Callable[[nn.Module, Call], list[Tensor]]
-    #: rewritten sites per forward
+    #: rewritten sites per graph
     sites: int
     #: a part of each declined site's reason; empty: none may be declined
     declined: str = ""
     #: attention implementations of transformers to try; None where the model has one of its own
     implementations: tuple[str | None, ...] = (None,)
-    #: why symbolic sizes are not tried; empty: they are
-    static: str = ""
+    #: why no site is in sight when every size is a symbol; empty: the same are as otherwise
+    cut: str = ""
+
+    @property
+    def cached(self) -> bool:
+        """Whether the first call is a prefill and the others decode."""
+        return self.drive in (decode, decode_hidden)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One line of the table: what one phase of a model came to. ``verdict`` is ``rewritten``, ``declined`` (as
+    expected), ``failed`` or ``skipped``; ``detail`` says why, where that is not plain."""
 
     model: str
     implementation: str
+    profile: str
+    phase: str
+    expected: int
     found: int
     rewritten: int
-    declined: int
-    reason: str
     error: float
-    problem: str = ""
+    verdict: str
+    detail: str = ""
 
 
 def _config(**more: Any) -> dict[str, Any]:
@@ -77,7 +97,9 @@ def _transformers(kind: str, **more: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import transformers
 
-        model_class = getattr(transformers, kind)
+        model_class = getattr(transformers, kind, None)
+        if model_class is None:
+            raise ImportError(f"transformers {importlib.metadata.version('transformers')} has no {kind}")
         return model_class(model_class.config_class(**more))
 
     return build
@@ -382,7 +404,7 @@ ENTRIES: tuple[Entry, ...] = (
         forward_ids,
         0,
         declined="no matrix product leads here",
-        static="the model reads a tensor's value to size its windows, so Dynamo cuts the graph before the softmax",
+        cut="the model reads a tensor's value to size its windows, so Dynamo cuts the graph around the softmax",
     ),
     Entry(
         "DeepSeek-V3",
@@ -410,26 +432,27 @@ ENTRIES: tuple[Entry, ...] = (
 )
 
 
-def examine(
-    entry: Entry,
-    implementation: str | None,
-    dtype: torch.dtype = torch.float32,
-    dynamic: bool | None = None,
-    **options: Any,
-) -> Row:
-    """Compile the entry in exact mode, run it beside its eager self and count its sites.
-
-    ``dynamic`` is torch.compile's: with True every size is a symbol from the first call on.
-    """
+def examine(entry: Entry, implementation: str | None, profile: str, **options: Any) -> list[Row]:
+    """Compile the entry in exact mode, run it beside its eager self and count its sites: a row per phase."""
+    dtype, dynamic = PROFILES[profile]
     torch.manual_seed(0)
     torch._dynamo.reset()
     # Module.to would make complex buffers real.
     module = entry.build().eval()._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     if implementation is not None:
         module.set_attn_implementation(implementation)  # type: ignore[operator]
-    reports = sals_compile.report._reports
-    reports.clear()
     chosen = {"attention": "exact", "lowering": "eager"} | options
+    compiled = torch.compile(module.forward, backend="sals", dynamic=dynamic, options=chosen)
+    graphs: list[list[report.GraphReport]] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = report.compiled_reports()
+        result = compiled(*args, **kwargs)
+        # Named by identity: the list of reports is bounded.
+        new = [r for r in report.compiled_reports() if r.sites and not any(r is b for b in before)]
+        graphs.append(new)
+        return result
+
     state = {k: v.clone() for k, v in module.state_dict().items()} | {k: v.clone() for k, v in module.named_buffers()}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -437,32 +460,96 @@ def examine(
         module.load_state_dict(state, strict=False)
         for name, buffer in module.named_buffers():
             buffer.copy_(state[name])
-        actual = entry.drive(module, torch.compile(module.forward, backend="sals", dynamic=dynamic, options=chosen))
-    error = max(float((a - e).norm() / e.norm().clamp_min(1e-12)) for a, e in zip(actual, expected, strict=True))
-    found = [r for r in sals_compile.compiled_reports() if r.sites]
-    reasons = [s.reason for r in found for s in r.sites if s.status == "declined"]
-    rewritten = [r.rewritten for r in found]
-    reports.clear()
-    problem = ""
-    if any(n != entry.sites for n in rewritten) or (entry.sites and not found):
-        problem = f"rewritten per graph {rewritten}, expected {entry.sites}"
-    elif any(not entry.declined or entry.declined not in reason for reason in reasons):
-        problem = f"declined: {reasons[0]}"
-    elif entry.declined and not reasons:
-        problem = "nothing was declined"
-    first = found[0] if found else None
-    return Row(
-        entry.name,
-        implementation or "own",
-        len(first.sites) if first else 0,
-        first.rewritten if first else 0,
-        sum(s.status == "declined" for s in first.sites) if first else 0,
-        reasons[0] if reasons else "",
-        error,
-        problem,
-    )
+        actual = entry.drive(module, call)
+    errors = [float((a - e).norm() / e.norm().clamp_min(1e-12)) for a, e in zip(actual, expected, strict=True)]
+    phases = {"forward": slice(0, None)}
+    if entry.cached:
+        phases = {"prefill": slice(0, 1), "decode": slice(1, None)}
+    rows: list[Row] = []
+    known: list[report.GraphReport] = []
+    for phase, calls in phases.items():
+        known = [g for new in graphs[calls] for g in new] or known  # a graph with symbolic sizes may serve both
+        error = max(errors[calls])
+        sites = 0 if dynamic and entry.cut else entry.sites
+        verdict, detail = _verdict(entry, known, sites, bool(dynamic and entry.cut), error, TOLERANCE[dtype])
+        found = (len(known[0].sites), known[0].rewritten) if known else (0, 0)
+        rows.append(Row(entry.name, implementation or "own", profile, phase, sites, *found, error, verdict, detail))
+    return rows
 
 
-def table(entries: Sequence[Entry] = ENTRIES) -> list[Row]:
-    """Every entry in every implementation, for ``sals doctor --models`` and the README."""
-    return [examine(entry, implementation) for entry in entries for implementation in entry.implementations]
+def _verdict(
+    entry: Entry, graphs: Sequence[report.GraphReport], sites: int, cut: bool, error: float, tolerance: float
+) -> tuple[str, str]:
+    """Verdict and detail of one phase."""
+    reasons = [s.reason for g in graphs for s in g.sites if s.status == "declined"]
+    rewritten = [g.rewritten for g in graphs]
+    if not error <= tolerance:
+        return "failed", f"relative error {error:.1e} over {tolerance:.0e}"
+    if cut:
+        return ("failed", "a site is in sight: update the catalogue") if graphs else ("declined", entry.cut)
+    if any(n != sites for n in rewritten) or (sites and not graphs):
+        return "failed", f"rewritten per graph {rewritten}, expected {sites}" + "".join(f"; {r}" for r in reasons[:1])
+    if any(not entry.declined or entry.declined not in reason for reason in reasons):
+        return "failed", f"declined: {reasons[0]}"
+    if entry.declined and not reasons:
+        return "failed", "nothing was declined"
+    return ("declined", reasons[0]) if reasons else ("rewritten", "")
+
+
+def cases(entries: Sequence[Entry], profiles: Sequence[str]) -> list[tuple[Entry, str | None, str]]:
+    """Every entry in each of its implementations and each profile."""
+    return [(e, i, p) for e in entries for i in e.implementations for p in profiles]
+
+
+def rows(work: Sequence[tuple[Entry, str | None, str]]) -> Iterator[list[Row]]:
+    """The rows of each case as it ends; what raises has failed, and what is not installed is skipped."""
+    for entry, implementation, profile in work:
+        try:
+            yield examine(entry, implementation, profile)
+        except Exception as error:
+            verdict = "skipped" if isinstance(error, ImportError) else "failed"
+            reason = (str(error).strip().splitlines() or [""])[0]
+            if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+                reason = "needs pip install 'sals-compile[transformers]'"
+            elif verdict == "failed":
+                reason = f"{type(error).__name__}: {reason}"
+            nan = float("nan")
+            yield [Row(entry.name, implementation or "own", profile, "", entry.sites, 0, 0, nan, verdict, reason)]
+
+
+# ---- the README's table ----------------------------------------------------------------------------------------------
+
+_BEGIN, _END = "<!-- table:models -->", "<!-- /table:models -->"
+
+
+def markdown(found: Sequence[Row], profiles: Sequence[str]) -> str:
+    """The rows as a Markdown table: a line per model and implementation, the largest error of each profile."""
+    lines = ["| model | attention | sites | " + " | ".join(profiles) + " |", "|---" * (3 + len(profiles)) + "|"]
+    reasons: dict[str, str] = {}
+    for model, implementation in dict.fromkeys((r.model, r.implementation) for r in found):
+        own = [r for r in found if (r.model, r.implementation) == (model, implementation)]
+        plain = [r for r in own if r.profile == own[0].profile]
+        sites = ", ".join(f"{r.phase} {r.rewritten} of {r.found}" for r in plain)
+        cells = []
+        for profile in profiles:
+            these = [r for r in own if r.profile == profile]
+            verdicts = {r.verdict for r in these}
+            error = max((r.error for r in these), default=0.0)
+            reasons |= {f"{model}, {profile}": r.detail for r in these if r.detail}
+            cells.append(f"{error:.0e}" if verdicts == {"rewritten"} else ", ".join(sorted(verdicts)))
+        lines.append(f"| {model} | {implementation} | {sites} | " + " | ".join(cells) + " |")
+    by_reason: dict[str, list[str]] = {}
+    for where, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(where)
+    notes = [f"- {'; '.join(where)}: {reason}" for reason, where in by_reason.items()]
+    return "\n".join([*lines, "", *notes] if notes else lines)
+
+
+def write_markdown(path: Path, text: str) -> None:
+    """Put ``text`` between the marks ``<!-- table:models -->`` and ``<!-- /table:models -->`` of a file."""
+    document = path.read_text(encoding="utf-8")
+    before, begin, rest = document.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise OSError(f"{path} has no marks {_BEGIN} and {_END} to put the table between")
+    path.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", encoding="utf-8")
