@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny import Attention, CachedAttention, llama, rollout, static_cache
 
 import sals_compile
+from sals_compile.passes import verify
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
@@ -153,3 +154,26 @@ def test_unequal_prompt_lengths_do_not_recompile_after_the_second():
         seen.append(counters["stats"]["unique_graphs"])
     assert seen[1] == seen[2] == seen[3]
     assert not counters["graph_break"]
+
+
+def test_long_keys_are_verified_a_head_at_a_time(monkeypatch):
+    """As many keys as a GPU's cache holds are not read in fp32 at once; what differs by head is then counted on."""
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(4, 1, 1)
+
+    def attention(query, key, value):
+        key, value = (t.repeat_interleave(2, dim=1) for t in (key, value))
+        at = torch.arange(query.shape[2])
+        logits = query @ key.mT * 0.3 + slopes * (at[None, :] - at[:, None])
+        return (logits + torch.full((9, 9), -torch.inf).triu(1)).softmax(-1) @ value
+
+    inputs = [torch.randn(2, heads, 9, 8) for heads in (4, 2, 2)]
+    errors = []
+    for limit in (verify.MAX_ELEMENTS, 0):
+        monkeypatch.setattr(verify, "MAX_ELEMENTS", limit)
+        (site,) = sals_compile.explain(attention, *inputs, options={"attention": "exact"}).sites
+        assert site.status == "exact" and "h" in site.score
+        errors.append(site.verified_error)
+    assert errors[0] == pytest.approx(errors[1], abs=1e-6)
+    monkeypatch.setattr(verify, "_from_head", lambda modifier, first: modifier)
+    (site,) = sals_compile.explain(attention, *inputs, options={"attention": "exact"}).sites
+    assert site.status == "declined" and "verification failed" in site.reason
