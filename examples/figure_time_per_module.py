@@ -2,7 +2,8 @@
 
     python examples/figure_time_per_module.py        (all of it, on a GPU too: sals figures --only 1 --out DIR)
 
-The same compressed cache is decoded over with two options of the compiler; the wall-clock is of a whole step here.
+The same compressed cache is decoded over with two options of the compiler; the time is that of a whole step. So small
+and uncompiled (lowering="eager", which starts at once), the two are close: rebuilding 1024 narrow keys costs little.
 """
 
 import time

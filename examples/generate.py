@@ -85,7 +85,11 @@ def main() -> None:
     args = parser.parse_args()
     options = {k: json.loads(v) if v[:1] in '0123456789"[-tf' else v for k, v in (o.split("=", 1) for o in args.option)}
 
-    model, tokenizer = models.load(args.model, dtype=getattr(torch, args.dtype))
+    try:
+        model, tokenizer = models.load(args.model, dtype=getattr(torch, args.dtype))
+        sals_compile.SalsConfig.from_options(options)
+    except ValueError as error:
+        raise SystemExit(f"generate.py: {error}") from error
     text = tokenizer(models.english_text(), return_tensors="pt").input_ids
     window = text[:, : args.tokens + args.steps]
     asked = models.long_prompt(tokenizer, args.tokens, QUESTION)
@@ -149,4 +153,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

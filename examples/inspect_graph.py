@@ -1,7 +1,7 @@
 """Look at what the compiler would do to a model before running anything: as a table, a networkx graph, a picture and a
 page.
 
-python examples/inspect_graph.py [FOLDER]        # writes decode.html and after.dot there (default: the current folder)
+    python examples/inspect_graph.py [FOLDER]        # writes decode.html and after.dot there (default: out)
 """
 
 import logging
@@ -14,7 +14,7 @@ from quickstart import Model
 
 import sals_compile
 
-folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+folder = Path(sys.argv[1] if len(sys.argv) > 1 else "out")
 logging.basicConfig(format="%(name)s: %(message)s")
 logging.getLogger("sals_compile").setLevel(logging.INFO)  # one line per graph; DEBUG adds the reasons
 
@@ -25,7 +25,7 @@ token, position = torch.zeros(1, 1, dtype=torch.int64), torch.tensor(1500)
 # explain() traces the call, matches and rewrites it, and compiles nothing. Its arguments are copied: no cache of
 # yours changes.
 found = sals_compile.explain(model, token, position, model.new_cache(), options={"budget": 256})
-print(found, "\n")
+print(found, "\n")  # `sals explain --help` says what the columns mean
 
 # Every site is a record; a declined one says what was missed.
 for site in found.sites:

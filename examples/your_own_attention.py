@@ -1,8 +1,8 @@
 """Attention written your own way is found too: this one uses matmul, a soft cap, a sliding window and interleaved
 rotary pairs.
 
-python examples/your_own_attention.py
-sals explain examples/your_own_attention.py:example
+    python examples/your_own_attention.py
+    sals explain examples/your_own_attention.py:example
 """
 
 import torch

@@ -212,9 +212,9 @@ def _site(graph: GraphReport, plan: SitePlan, after: GraphModule, anchor: str, o
 
 
 def _figure(caption: str, drawing: str) -> str:
-    """A drawing that stands beside the next one where both fit at four fifths of their size, else above it."""
+    """A drawing that stands beside the next one where both fit at seven tenths of their size, else above it."""
     drawn = re.search(r'width="(\d+)"', drawing)
-    basis = f' style="flex-basis:{0.8 * int(drawn[1]):.0f}px"' if drawn else ""
+    basis = f' style="flex-basis:{0.7 * int(drawn[1]):.0f}px"' if drawn else ""
     return f"<figure{basis}><figcaption>{caption}</figcaption><div class='scroll'>{drawing}</div></figure>"
 
 
