@@ -1,6 +1,6 @@
 """Figure 2, by hand: the rotary embedding spreads keys over more directions, so a latent is taken from before it.
 
-    python examples/figure_rotary_pca.py        (a real model, every layer: sals figures --only 2 --out DIR)
+python examples/figure_rotary_pca.py        (a real model, every layer: sals figures --only 2 --out DIR)
 """
 
 import torch
