@@ -72,6 +72,37 @@ def test_an_operator_that_does_not_lower_is_named_with_its_origin():
         lower_mlir.to_mlir(torch.fx.GraphModule(Odd(), gm), [torch.zeros(8)], "linalg")
 
 
+class Spectral(torch.nn.Module):
+    """MLIR has no lowering of a Fourier transform."""
+
+    def forward(self, x):
+        return torch.fft.rfft(x).abs().sum(-1, keepdim=True) + x
+
+
+@pytest.mark.parametrize("dialect", ["torch", "linalg"])
+@pytest.mark.parametrize("where", ["mixer", "attention"])
+def test_what_does_not_lower_is_reported_by_operator_and_site(monkeypatch, where, dialect):
+    """In a module beside the attention, and within a site (as if selection could not be lowered)."""
+
+    class Mixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = CachedAttention(4, 2, 16, True, "bool", False, 0.25)
+            self.mixer = Spectral() if where == "mixer" else torch.nn.Identity()
+
+        def forward(self, x, position, keys, values):
+            return self.mixer(self.attention(x, position, keys, values))
+
+    if where == "attention":
+        plain = lower_mlir.select
+        monkeypatch.setattr(lower_mlir, "select", lambda scores, k: plain(Spectral()(scores), k))
+    keys, values = torch.zeros(1, 2, 64, 16), torch.zeros(1, 2, 64, 16)
+    call = (Mixed().eval(), torch.randn(1, 1, 64), torch.tensor(40), keys, values)
+    with pytest.raises(lower_mlir.MlirError, match=rf"aten\._fft_r2c \(from {where}") as caught:
+        mlir.export(*call, dialect=dialect, options={"budget": 24, "sinks": 2, "recents": 8})
+    assert str(caught.value).count("(from ") == 1
+
+
 @pytest.mark.slow
 def test_llama_like_decode_equals_exact_mode(iree):
     """The forty-line model of examples/quickstart.py, prefill and decode."""
