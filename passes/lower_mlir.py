@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -325,6 +326,7 @@ def lower_mlir(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], 
         ordered = tuple(results[i] for i in sorted(results))
         return ordered[0] if flat.single else ordered
 
+    weakref.finalize(call, compiled.clear)  # also when the process ends: IREE's bindings call what then lives a leak
     return call
 
 

@@ -108,6 +108,17 @@ def basis_fields(plan: SitePlan, config: SalsConfig) -> tuple[str, ...]:
     return BASIS_FIELDS + DECODER_FIELDS if int8 else BASIS_FIELDS
 
 
+class _Tracer(GraphAppendingTracer):
+    """Notes on each node that it makes which site it belongs to, for those who lower the graph and report on it."""
+
+    origin = ""
+
+    def create_node(self, *args: Any, **kwargs: Any) -> Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta["origin"] = self.origin
+        return node
+
+
 class _Writer:
     """Emits nodes before a point of a copied graph; knows the copies of the original nodes."""
 
@@ -118,7 +129,7 @@ class _Writer:
         self.graph.output(output)
         source = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
         next(n for n in reversed(self.graph.nodes) if n.op == "output").meta = dict(source.meta)
-        self.tracer = GraphAppendingTracer(self.graph)
+        self.tracer = _Tracer(self.graph)
         self.inputs: list[StateInput] = []
         self.state: dict[StateInput, Node] = {}
         self.last_input = [n for n in self.graph.nodes if n.op == "placeholder"][-1:]
@@ -167,6 +178,8 @@ def _record_rows(writer: _Writer, group: RowGroup, site: AttentionSite) -> None:
 
 
 def _point(writer: _Writer, site: AttentionSite) -> Any:
+    """Where the nodes of a site are made, and whose they are."""
+    writer.tracer.origin = site.name
     return writer.graph.inserting_before(writer.copies[site.output])
 
 
@@ -241,6 +254,7 @@ def _factor_query(writer: _Writer, index: int, entry: SitePlan) -> None:
     found = entry.low_rank_query.projection
     assert found.product is not None
     product = writer.copies[found.product]
+    writer.tracer.origin = entry.site.name
     with writer.graph.inserting_before(product):
         factors = [writer.input("query", index, f) for f in QUERY_FIELDS]
         thin = factored_meaning(found, writer.get, *factors).node
@@ -523,6 +537,7 @@ def _fill_buffers(writer: _Writer, index: int, site: AttentionSite, group: RowGr
     """Dense keys and values before this call, in the place of the buffers that the traced attention reads."""
     caches = [c for c in (site.key_cache, site.value_cache) if c is not None]
     updates = [writer.copies[c.update] for c in caches]
+    writer.tracer.origin = site.name
     with writer.graph.inserting_before(min(updates)):
         past = None if variant == "fresh" else _past(writer, index, site, group, short, variant)
         for position, (cache, update) in enumerate(zip(caches, updates, strict=True)):
