@@ -202,6 +202,11 @@ def test_impossible_measurements_say_why():
             )
 
 
+def test_every_position_of_the_default_depths_has_a_successor():
+    depths = quality.default_depths(4096, 128)
+    assert depths[0] == 2048 and len(depths) == 4 and depths[-1] + 128 == 4095
+
+
 def test_bad_arguments_exit_with_two(capsys):
     assert quality.main(["--rows", "nothing"]) == 2
     assert "no row 'nothing'" in capsys.readouterr().err

@@ -675,8 +675,8 @@ def run(
 
 
 def default_depths(tokens: int, positions: int) -> list[int]:
-    """Four depths evenly spaced over the last half of a window."""
-    first, last = tokens // 2, tokens - positions
+    """Four depths evenly spaced over the last half of a window, whose last token has no successor to score."""
+    first, last = tokens // 2, tokens - positions - 1
     return [first + (last - first) * i // 3 for i in range(4)]
 
 
