@@ -57,6 +57,8 @@ class Rotary:
     dim: int
     #: cos/sin hold one column per pair (complex spelling) rather than one per dim
     pairs: bool = False
+    #: cos and sin are what copies of the graph's own rotation make of two keys (``match/carried.py``)
+    carried: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,8 @@ class AttentionSite:
     value_cache: CacheWrite | None = None
     projection: Projection | None = None
     sink_logits: Node | None = None
+    #: what a report should say of the rotation beside its form
+    note: str = ""
     #: nodes of the dense computation, anchor to output, for reports
     interior: tuple[Node, ...] = ()
 

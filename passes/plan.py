@@ -38,6 +38,8 @@ def _decide(site: AttentionSite, index: int, count: int, config: SalsConfig, bud
     if action == "sals" and site.name in config.budget_by_site and config.calibration is not None:
         kept = config.calibration.retained(site.name, budget)
         reason += f"; the best {budget} kept {kept:.3f} of the calibration's attention"
+    if action != "dense" and site.note:
+        reason += f"; {site.note}"
     return action, reason
 
 

@@ -119,7 +119,8 @@ def decode(module: nn.Module, call: Call) -> list[Tensor]:
     """Prefill 8 tokens into a ``StaticCache`` and decode 3."""
     import transformers
 
-    cache = transformers.StaticCache(config=module.config, max_cache_len=32)
+    config: Any = module.config
+    cache = transformers.StaticCache(config=config, max_cache_len=32)
     ids = _ids(2, 11)
     outputs = [call(ids[:, :8], past_key_values=cache).logits]
     outputs += [call(ids[:, t : t + 1], past_key_values=cache).logits for t in range(8, 11)]
@@ -158,6 +159,10 @@ def forward_hidden(module: nn.Module, call: Call) -> list[Tensor]:
 
 class ComplexLlamaAttention(nn.Module):
     """After Llama's original code: rotary in complex numbers, a cache written by slices, heads by ``expand``."""
+
+    cache_k: Tensor
+    cache_v: Tensor
+    freqs_cis: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -440,7 +445,7 @@ def examine(entry: Entry, implementation: str | None, profile: str, **options: A
     # Module.to would make complex buffers real.
     module = entry.build().eval()._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     if implementation is not None:
-        module.set_attn_implementation(implementation)  # type: ignore[operator]
+        module.set_attn_implementation(implementation)
     chosen = {"attention": "exact", "lowering": "eager"} | options
     compiled = torch.compile(module.forward, backend="sals", dynamic=dynamic, options=chosen)
     graphs: list[list[report.GraphReport]] = []

@@ -439,10 +439,9 @@ def _doctor_models(args: argparse.Namespace) -> int:
         where = dict.fromkeys(f"{r.model} ({r.implementation}, {r.profile})" for r in rows if r.detail == reason)
         console.print(f"{', '.join(where)}: {reason}", markup=False, highlight=False, soft_wrap=True)
     verdicts = [r.verdict for r in rows]
-    counts = ", ".join(
-        f"{verdicts.count(v)} {v}" for v in ("rewritten", "declined", "skipped", "failed") if v in verdicts
-    )
-    console.print(f"{len(entries)} models, {len(rows)} rows: {counts}", highlight=False)
+    kinds = [v for v in ("rewritten", "declined", "skipped", "failed") if v in verdicts]
+    summary = ", ".join(f"{verdicts.count(v)} {v}" for v in kinds)
+    console.print(f"{len(entries)} models, {len(rows)} rows: {summary}", highlight=False)
     return 1 if failed else 0
 
 

@@ -62,6 +62,8 @@ ROTARIES = (
     "complex",
     "half_partial",
     "interleaved_partial",
+    "half_negated",
+    "interleaved_matrix",
 )
 TABLES = ("computed", "indexed", "batched")
 PROJECTIONS = ("linear", "bias", "fused_split", "fused_chunk", "fused_narrow", "conv1d", "fused_per_head")
@@ -322,6 +324,11 @@ class Formulation(nn.Module):
             pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
             turns = torch.polar(torch.ones_like(angles.float()), angles.float())
             return torch.view_as_real(pairs * turns).flatten(-2).to(dtype)
+        if form == "interleaved_matrix":  # two by two (Flux)
+            cos, sin = angles.cos(), angles.sin()
+            turns = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
+            pairs = x.float().reshape(*x.shape[:-1], -1, 1, 2)
+            return (turns[..., 0] * pairs[..., 0] + turns[..., 1] * pairs[..., 1]).flatten(-2).to(dtype)
         if form == "half_pairwise":
             a, b = x.chunk(2, dim=-1)
             cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -337,6 +344,9 @@ class Formulation(nn.Module):
         else:
             wide = angles.repeat_interleave(2, dim=-1)
         cos, sin = wide.cos().to(dtype), wide.sin().to(dtype)
+        if form == "half_negated":  # the other direction, by other angles
+            a, b = x.chunk(2, dim=-1)
+            return x * cos + torch.cat((b, -a), dim=-1) * (-wide).sin().to(dtype)
         if form.endswith("partial"):
             dim = self.rotary_dim
             part, rest = x[..., :dim], x[..., dim:]

@@ -37,6 +37,7 @@ from ..graph import (
     trace_views,
 )
 from ..ir import AttentionSite, CacheWrite, Declined, MatchResult, Mismatch, Operand, module_path
+from .carried import match_carried
 from .flex import FLEX, flex_arguments, flex_modifier, flex_output
 from .heads import fold_batch, group_heads, product, refine, split_batch, split_rows
 from .kv_cache import GROWING, grows, match_cache, tokens_written
@@ -708,8 +709,13 @@ def _site(
         k_trace, k_roles = _written(key_cache, k_trace, k_roles)
         v_trace, v_roles = _written(value_cache, v_trace, v_roles)
         key, value = _operand(k_trace, k_roles, "written key"), _operand(v_trace, v_roles, "written value")
+    note = ""
     key_rotary, _ = match_rotary(k_trace, k_roles)
     query_rotary, _ = match_rotary(q_trace, q_roles)
+    if key_rotary is None:
+        key_rotary, note = match_carried(k_trace, k_roles)
+    if key_rotary is not None and query_rotary is None:
+        query_rotary, _ = match_carried(q_trace, q_roles)
     if key_rotary is not None and key.factor != 1.0:  # a rotation commutes with a factor
         key_rotary = replace(key_rotary, source=replace(key_rotary.source, factor=key.factor))
     site = AttentionSite(
@@ -734,6 +740,7 @@ def _site(
         key_cache=key_cache,
         value_cache=value_cache,
         sink_logits=sinks,
+        note=note,
         interior=tuple(dict.fromkeys((*interior, output))),
     )
     return replace(site, projection=match_projection(site.key_pre))
