@@ -7,6 +7,7 @@ on_decline=error; 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -17,6 +18,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +248,7 @@ def _from_python(text: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[s
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
-        _theirs(text, lambda: spec.loader.exec_module(module))
+        _theirs(text, partial(spec.loader.exec_module, module))
     else:
         sys.path.insert(0, os.getcwd())
         module = _theirs(text, lambda: importlib.import_module(where))
@@ -256,10 +258,15 @@ def _from_python(text: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[s
     call = _theirs(text, factory)
     if not isinstance(call, tuple) or len(call) not in (2, 3) or not callable(call[0]):
         raise UserError(f"{text!r}: {name}() must return (callable, args) or (callable, args, kwargs)")
-    fn, positional, named = call[0], tuple(call[1]), dict(call[2]) if len(call) == 3 else {}
+    fn: Any = call[0]
+    positional, named = tuple(call[1]), dict(call[2]) if len(call) == 3 else {}
+    signature = None
+    with contextlib.suppress(ValueError):  # a built-in function tells nobody what it takes
+        signature = inspect.signature(getattr(fn, "forward", fn))
     try:
-        inspect.signature(getattr(fn, "forward", fn)).bind(*positional, **named)
-    except (TypeError, ValueError) as error:
+        if signature is not None:
+            signature.bind(*positional, **named)
+    except TypeError as error:
         raise UserError(f"{text!r}: the arguments do not fit what is to be called: {error}") from error
     return fn, positional, named
 
