@@ -76,12 +76,12 @@ NUCLEUS = 0.9
 #: compiler: they name an ablation. ``values="min-max"`` spreads the levels of values from the minimum to the maximum of
 #: 32 dims, as DESIGN's table has them for the paper's method; ours fit four levels, and share the scale of 16 by 64.
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": ("sals", {}),
     "paper-25": ("paper", {"preset": "paper-25"}),
     "paper-12.5": ("paper", {"preset": "paper-12.5"}),
     "paper-25-plain": ("paper, min-max values", {"preset": "paper-25", "values": "min-max"}),
     "paper-12.5-plain": ("paper, min-max values", {"preset": "paper-12.5", "values": "min-max"}),
     "compact": ("sals, compact", {"preset": "compact"}),
-    "default": ("sals", {}),
     "rank-1/4": ("sals", {"rank": 0.25}),
     "rank-1/8": ("sals", {"rank": 0.125}),
     "max": ("sals, heads' maximum", {"head_score": "max"}),
