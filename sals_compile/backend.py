@@ -10,13 +10,14 @@ import dataclasses
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import virtual
 from .config import OptionError, SalsConfig
@@ -98,9 +99,10 @@ def compile_anchored(
     from torch._functorch.aot_autograd import aot_module_simplified
 
     built: list[CompiledGraph] = []
+    wrapped = any(is_traceable_wrapper_subclass(i) for i in example_inputs)
 
     def inference_compiler(traced: GraphModule, fakes: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        compiled = compile_traced(traced, example_inputs, config, mode)
+        compiled = compile_traced(traced, plain_inputs(example_inputs), config, mode)
         built.append(compiled)
         return compiled
 
@@ -117,12 +119,24 @@ def compile_anchored(
     compiled = built[0]
 
     def call(*args: Any) -> Any:
-        compiled.inspect(args)
+        compiled.inspect(plain_inputs(args) if wrapped else args)
         outputs = run(*args)
         compiled.settle()
         return outputs
 
     return call
+
+
+def plain_inputs(inputs: Iterable[Any]) -> list[Any]:
+    """Inputs as the traced graph takes them: a tensor that wraps others (a ``DTensor``, whose part of the heads is what
+    this process computes with) by what it wraps."""
+    found: list[Any] = []
+    for value in inputs:
+        if is_traceable_wrapper_subclass(value):
+            found += plain_inputs(getattr(value, name) for name in value.__tensor_flatten__()[0])
+        else:
+            found.append(value)
+    return found
 
 
 def compile_traced(
