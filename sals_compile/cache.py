@@ -324,6 +324,8 @@ class AdoptedCache:
         self.calls = 0
         self.rows = list(rows)
         self.rows_of = rows_of
+        #: rotary form and rotated dims of each site, in the order of the graph that adopted the cache
+        self.rotary: tuple[tuple[str, int], ...] = ()
         self.latents: dict[Any, Latents] = {}
         self.keys = {storage_key(b) for b in buffers}
         self.versions: list[int] | None = None

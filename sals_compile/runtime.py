@@ -173,6 +173,7 @@ class CompiledGraph:
         self.sizes = SizeReader(self.placeholders)
         self.active = [i for i, p in enumerate(plans) if p.action != "dense"]
         self.cached = [i for i in self.active if plans[i].site.cached]
+        self.rotary = tuple((plans[i].site.rotary_form, plans[i].site.rotary_dim) for i in self.cached)
         self.stateless = [i for i in self.active if not plans[i].site.cached]
         #: positions of the weights whose query projections are factored
         self.factored = [
@@ -440,7 +441,8 @@ class CompiledGraph:
         cache = found[0]
         if cache is None or any(f is not cache for f in found):
             return None
-
+        if cache.rotary != self.rotary:  # a graph that rotates in another way cannot go on with these rows
+            return None
         return cache if cache.keys == {storage_key(k) for k in keys} else None
 
     def _adopt(self, keys: Sequence[Tensor], args: Sequence[Any], born: bool) -> AdoptedCache:
@@ -458,6 +460,7 @@ class CompiledGraph:
                 at = index if born else buffer_key(keys[self.cached.index(index)])
                 rows_of[at] = allocated
         cache = AdoptedCache(keys, rows, rows_of)
+        cache.rotary = self.rotary
         for key in keys:
             self.registry.caches.set(key, cache)
         return cache

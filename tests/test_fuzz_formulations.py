@@ -403,6 +403,21 @@ def test_unlisted_rotation_is_carried(carried: str, listed: str) -> None:
     assert outcomes[0].error() > 1e-3, "decoding was dense, so nothing was compared"
 
 
+@pytest.mark.parametrize("steps", ["prompt", "steps"])
+def test_rotation_of_some_calls_only(steps: str) -> None:
+    """Prompts rotated and decode steps not, or the other way round: such graphs do not share recorded rows."""
+
+    class Sometimes(Turned):
+        def rotate(self, x: torch.Tensor, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+            return super().rotate(x, one, two) if (x.shape[2] > 1) == (steps == "prompt") else x * 1.0
+
+    spans = [(0, 40), *((t, t + 1) for t in range(40, 44))]
+    calls = [(torch.randn(2, b - a, 16), torch.arange(a, b)) for a, b in spans]
+    outcome = run_module(Sometimes("half"), *calls)
+    assert {s.rotary for r in outcome.reports for s in r.sites} == {"half", "none"}
+    assert outcome.error() < 1e-5
+
+
 @pytest.mark.parametrize("write", ["index_copy", "index_put"])
 def test_pool_indexed_by_layer(write: str) -> None:
     """Exact mode equals dense; sparse mode equals, to the bit, what buffers of their own give: latents of two layers in
