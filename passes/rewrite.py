@@ -183,14 +183,43 @@ def _point(writer: _Writer, site: AttentionSite) -> Any:
     return writer.graph.inserting_before(writer.copies[site.output])
 
 
-def rewrite_dense(gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[RowGroup], observe: bool) -> Rewritten:
-    """Attention as it was; rows are recorded and, with ``observe``, query moments (and key moments where no cache holds
-    the keys)."""
+def decodes_densely(site: AttentionSite, config: SalsConfig) -> bool:
+    """Whether a site left dense is a decode step for ``sals::dense_attention``: on a GPU, where the proved mask bounds
+    what is read and KV heads are not repeated. A long call, and any on a CPU, stays PyTorch's attention as traced.
+    """
+    cache = site.key_cache
+    if cache is None or site.value_cache is None or site.born:
+        return False
+    length = cache.slots.meta["val"].shape[-1]
+    return _on_gpu(site) and isinstance(length, int) and length <= config.decode_tokens
+
+
+def _on_gpu(site: AttentionSite) -> bool:
+    return site.output.meta["val"].device.type == "cuda"
+
+
+def _decode_densely(writer: _Writer, site: AttentionSite) -> None:
+    """Attention over the buffers that this call has written to, in the place of the one traced."""
+    get = writer.get
+    with _point(writer, site):
+        stored = [c.layout.to_roles(get(c.update)) for c in (site.key_cache, site.value_cache) if c is not None]
+        query, modifier = site.query.read(get), _modifier(site, get)
+        result = writer.call("dense_attention", query, *stored, *modifier, site.scale, _sinks(site, get))
+        _replace_output(writer, site, result)
+
+
+def rewrite_dense(
+    gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[RowGroup], config: SalsConfig, observe: bool
+) -> Rewritten:
+    """Attention over the dense buffers; rows are recorded and, with ``observe``, query moments (and key moments where
+    no cache holds the keys)."""
     writer = _Writer(gm)
     started: set[int] = set()
     for index, entry in enumerate(plans):
         site = entry.site
         if entry.action == "dense":
+            if decodes_densely(site, config):
+                _decode_densely(writer, site)
             continue
         with _point(writer, site):
             for group in groups:
@@ -203,6 +232,8 @@ def rewrite_dense(gm: GraphModule, plans: Sequence[SitePlan], groups: Sequence[R
                     writer.call(
                         "observe_keys", writer.input("key_moment", index, "moment"), site.key_pre.read(writer.get)
                     )
+        if decodes_densely(site, config):
+            _decode_densely(writer, site)
     return writer.finish(gm, 0)
 
 
@@ -218,9 +249,11 @@ def rewrite_sparse(
     encoded: set[Node] = set()
     count = 0
     for index, entry in enumerate(plans):
-        if entry.action == "dense":
-            continue
         site = entry.site
+        if entry.action == "dense":
+            if decodes_densely(site, config):
+                _decode_densely(writer, site)
+            continue
         _factor_query(writer, index, entry)
         with _point(writer, site):
             if site.cached:
@@ -407,6 +440,8 @@ def rewrite_virtual(
                 encoded.add(site.key_cache.buffer)
                 _keep(writer, index, site.key_cache, "key")
                 _keep(writer, index, site.value_cache, "value")
+            if variant in ("short", "sparse") and decodes_densely(site, config):
+                _decode_densely(writer, site)
             continue
         group = next(g for g in groups if index in g.sites)
         if variant in ("short", "sparse") and group.index not in started:

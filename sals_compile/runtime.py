@@ -724,7 +724,7 @@ class CompiledGraph:
         """The graph of a variant, before lowering."""
         if name == "sparse":
             return rewrite_sparse(self.gm, self.plans, self.groups, self.config)
-        return rewrite_dense(self.gm, self.plans, self.groups, self.observes)
+        return rewrite_dense(self.gm, self.plans, self.groups, self.config, self.observes)
 
     def _variant(self, name: str, state: dict[str, Any], args: Sequence[Any] | None) -> Variant:
         cache: AdoptedCache | None = state.get("cache")
