@@ -19,6 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def time_steps(forward: Any, model: Any, cache: Any, batch: int, steps: int) -> 
                 ends.append(time.perf_counter())
     if gpu:
         torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 if gpu else b - a for a, b in zip(ends, ends[1:], strict=False)]
+    return [a.elapsed_time(b) / 1e3 if gpu else b - a for a, b in pairwise(ends)]
 
 
 def copy_bandwidth(device: str) -> float:
