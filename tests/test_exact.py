@@ -177,3 +177,21 @@ def test_long_keys_are_verified_a_head_at_a_time(monkeypatch):
     monkeypatch.setattr(verify, "_from_head", lambda modifier, first: modifier)
     (site,) = sals_compile.explain(attention, *inputs, options={"attention": "exact"}).sites
     assert site.status == "declined" and "verification failed" in site.reason
+
+
+def test_large_logits_in_half_precision_are_rounded_as_the_graph_rounds_them(monkeypatch):
+    """Unscaled scores of a bf16 graph: its own rounding is over the tolerance, and no reason to decline."""
+
+    def attention(query, key, value):
+        return (query @ key.mT).softmax(-1) @ value
+
+    torch.manual_seed(0)
+    inputs = [3 * torch.randn(2, 4, 16, 8).bfloat16() for _ in range(3)]
+
+    def site():
+        return sals_compile.explain(attention, *inputs, options={"attention": "exact"}).sites[0]
+
+    monkeypatch.setattr(verify, "TOLERANCE", verify.TOLERANCE | {torch.bfloat16: 2e-3})
+    assert site().status == "exact"
+    monkeypatch.setattr(verify, "rounded_attention", verify.reference.dense_attention)
+    assert site().status == "declined"
