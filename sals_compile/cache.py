@@ -315,7 +315,13 @@ class AdoptedCache:
     call: any other writer changes them.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], rows: Sequence[Rows], rows_of: dict[Any, Rows]) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[Tensor],
+        rows: Sequence[Rows],
+        rows_of: dict[Any, Rows],
+        rotary: tuple[tuple[str, int], ...],
+    ) -> None:
         self.phase = "dense"
         self.tokens = 0
         #: the model whose bases the latents are in (storages of its weights)
@@ -325,7 +331,7 @@ class AdoptedCache:
         self.rows = list(rows)
         self.rows_of = rows_of
         #: rotary form and rotated dims of each site, in the order of the graph that adopted the cache
-        self.rotary: tuple[tuple[str, int], ...] = ()
+        self.rotary = rotary
         self.latents: dict[Any, Latents] = {}
         self.keys = {storage_key(b) for b in buffers}
         self.versions: list[int] | None = None

@@ -459,8 +459,7 @@ class CompiledGraph:
             for index in group.sites:
                 at = index if born else buffer_key(keys[self.cached.index(index)])
                 rows_of[at] = allocated
-        cache = AdoptedCache(keys, rows, rows_of)
-        cache.rotary = self.rotary
+        cache = AdoptedCache(keys, rows, rows_of, self.rotary)
         for key in keys:
             self.registry.caches.set(key, cache)
         return cache

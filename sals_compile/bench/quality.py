@@ -440,7 +440,9 @@ def start_at(window: Window, depth: int, config: SalsConfig) -> None:
             )
         rows_of[buffer_key(layer.keys)] = copies[id(source)]
     keys, values = [layer.keys for layer in active], [layer.values for layer in active]
-    adopted = AdoptedCache(keys, list(copies.values()), rows_of)
+    forms = zip(window.cache.layers, window.adopted.rotary, strict=True)
+    rotary = tuple(form for layer, form in forms if any(layer is a for a in active))
+    adopted = AdoptedCache(keys, list(copies.values()), rows_of, rotary)
     adopted.tokens = depth
     adopted.record_versions([*keys, *values])
     for key in keys:
