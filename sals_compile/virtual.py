@@ -84,6 +84,8 @@ class VirtualCache:
         self.owner: Any = None
         self.rows: list[Rows] = []
         self.rows_of: dict[int, Rows] = {}
+        #: rotary form and rotated dims of each layer's keys, which every graph over the cache must agree with
+        self.rotary: dict[int, tuple[str, int]] = {}
         self.latents: dict[int, Latents] = {}
         self.short: dict[int, dict[str, Tensor]] = {}
         self.kept: dict[int, dict[str, Tensor]] = {}
@@ -107,7 +109,7 @@ class VirtualCache:
         at = {storage_key(old): storage_key(new) for old, new in zip(self.handles, twin.handles, strict=True)}
         twin.owner = None if self.owner is None else {at[k]: memory for k, memory in self.owner.items()}
         twin.rows = copy.deepcopy(self.rows, memo)
-        for name in ("rows_of", "latents", "short", "kept"):
+        for name in ("rows_of", "rotary", "latents", "short", "kept"):
             setattr(twin, name, {at[k]: copy.deepcopy(v, memo) for k, v in getattr(self, name).items()})
         twin.record_versions()
         return twin
@@ -284,6 +286,10 @@ def unclaimed_message(nodes: Sequence[Node], declined: Sequence[Declined]) -> st
     )
 
 
+def _forms(rotary: dict[int, tuple[str, int]]) -> str:
+    return ", ".join(f"{form} of {dim} dims" if dim else form for form, dim in dict.fromkeys(rotary.values()))
+
+
 class VirtualGraph(CompiledGraph):
     """A graph whose KV cache is virtual. Sites that read no such cache stay dense in it."""
 
@@ -397,8 +403,9 @@ class VirtualGraph(CompiledGraph):
         if self.owner and cache.claimed.get(self) == self.owner:
             return
         owner = {self._handle(i, args): self.owners[i] for i in self.held}
+        rotary = {self._handle(i, args): (self._site(i).rotary_form, self._site(i).rotary_dim) for i in self.held}
         batch = int(self._site(self.held[0]).key_cache.buffer.meta["val"].shape[0])
-        if cache.owner == owner and cache.batch == batch:
+        if cache.owner == owner and cache.batch == batch and cache.rotary == rotary:
             for group in self.groups:
                 shared = self._group_rows(cache, group.index, args)
                 wanted = self._position_batch(group, args)
@@ -417,8 +424,14 @@ class VirtualGraph(CompiledGraph):
                 f"this SalsCache holds a batch of {cache.batch} and the call has {batch}; use "
                 f"batch_repeat_interleave() or batch_select_indices(), or reset() it"
             )
+        if cache.tokens and cache.owner == owner and cache.rotary != rotary:
+            raise RuntimeError(
+                f"this SalsCache holds {cache.tokens} tokens whose keys were rotated as {_forms(cache.rotary)}, and "
+                f"this call's graph rotates them as {_forms(rotary)}, so it cannot rebuild them; use transformers' "
+                f"StaticCache for this model"
+            )
         cache.drop()
-        cache.owner, cache.batch = owner, batch
+        cache.owner, cache.batch, cache.rotary = owner, batch, rotary
         for group in self.groups:
             site = self._site(group.sites[0])
             device = site.output.meta["val"].device

@@ -116,6 +116,16 @@ def test_memory_and_forks():
     torch.testing.assert_close(rolled(run, x, [52, 53], 51), forked)
 
 
+def test_calls_that_rotate_differently_do_not_share_a_cache(monkeypatch):
+    turn = rotate
+    monkeypatch.setitem(globals(), "rotate", lambda x, angles: turn(x, angles) if x.shape[2] > 1 else x * 1.0)
+    cache = LatentCache(2, CAPACITY)
+    run = compiled(Model(cache.layers), **SMALL)
+    x = torch.randn(1, 60, HEADS * DIM)
+    with pytest.raises(RuntimeError, match=r"40 tokens.*interleaved of 16 dims.*rotates them as none.*StaticCache"):
+        rolled(run, x, [40, 41])
+
+
 def test_errors():
     cache = LatentCache(2, CAPACITY)
     model = Model(cache.layers)
