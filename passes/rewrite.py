@@ -104,7 +104,9 @@ def slot_recipe(slots: Node) -> str:
 
 def basis_fields(plan: SitePlan, config: SalsConfig) -> tuple[str, ...]:
     """The tensors of a site's basis that its graphs take."""
-    int8 = plan.action == "sals" and plan.site.cached and config.decoder_in_int8(plan.site.dtype)
+    site = plan.site
+    int8 = plan.action == "sals" and site.cached
+    int8 = int8 and config.decoder_in_int8(site.dtype, site.output.meta["val"].device)
     return BASIS_FIELDS + DECODER_FIELDS if int8 else BASIS_FIELDS
 
 

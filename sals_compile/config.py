@@ -19,7 +19,7 @@ HEAD_SCORE = ("sum", "max", "mass")
 
 #: Named sets of options. The paper's (arXiv 2510.24273): PCA latents in the key's own type, scored without rotation by
 #: half of the latent, no value transform, first two and last layer dense; its 12.5 % setting has 2-bit values. A recent
-#: window of 64 gives the quality that DESIGN's table has for it; with ours of 128 it is better by a fifth.
+#: window of 64 is the one that its quality was first measured with; with ours of 128 it is better by a fifth.
 #: ``compact`` is ours at the size of the latter: a sparse layer stores a token in 1/6.4 of its bytes.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper-25": {
@@ -64,7 +64,7 @@ class SalsConfig:
         latent_bits: 8 (int8 with one scale per token) or 16 (the key's own floating type).
         decoder_bits: of the decoder that rebuilds the selected keys. 8 (int8 with one scale per column, for int8 tensor
             cores; needs ``latent_bits=8``) or 16 (the model's own type). None: 8 where latents have 8 bits and the
-            model computes in half precision.
+            model computes in half precision on a GPU (a CPU gains nothing by it).
         value_bits: 2, 4 or 8 (grouped along the head dim), or 16 (the value's own type). 2 has no Triton kernel: on a
             GPU its operators run as plain PyTorch.
         value_transform: ``"hadamard"`` rotates each value head before quantising (undone on the output), or ``"none"``.
@@ -206,11 +206,13 @@ class SalsConfig:
             options[name] = _typed(name, value)
         return SalsConfig(**PRESETS.get(options.get("preset") or "", {}) | options)
 
-    def decoder_in_int8(self, dtype: torch.dtype) -> bool:
-        """Whether a site that computes in ``dtype`` rebuilds its selected keys from an int8 decoder."""
+    def decoder_in_int8(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether a site that computes in ``dtype`` on ``device`` rebuilds its selected keys from an int8 decoder."""
         if self.attention == "exact" or self.latent_bits != 8:
             return False
-        return dtype != torch.float32 if self.decoder_bits is None else self.decoder_bits == 8
+        if self.decoder_bits is None:
+            return dtype != torch.float32 and device.type != "cpu"
+        return self.decoder_bits == 8
 
     def resolve_rank(self, joint_width: int) -> tuple[int, int]:
         """``(R, Rs)`` for ``E = joint_width``. Raises :class:`OptionError` for a rank over ``E`` or ``Rs > R``.

@@ -26,6 +26,8 @@ from sals_compile.kernels import reference
         ({"rank": 1.5}, ["rank=1.5", "(0, 1]"]),
         ({"rank": 0}, ["rank=0", "at least 1"]),
         ({"latent_bits": 3}, ["latent_bits=3", "8, 16"]),
+        ({"decoder_bits": 4}, ["decoder_bits=4", "8, 16"]),
+        ({"decoder_bits": 8, "latent_bits": 16}, ["decoder_bits=8", "latent_bits is 16"]),
         ({"recents": 4}, ["decode_tokens=8", "recents=4"]),
         ({"skip_layers": 3.5}, ["skip_layers", "indices"]),
         ({"lowering": "indutcor"}, ["did you mean 'inductor'"]),
@@ -36,6 +38,27 @@ def test_bad_options(options, parts):
         SalsConfig.from_options(options)
     for part in parts:
         assert part in str(failure.value)
+
+
+def test_a_decoder_in_int8():
+    """Given, it is what keys are rebuilt from, close to the decoder itself; by default on a GPU alone."""
+    half, gpu, cpu = torch.bfloat16, torch.device("cuda"), torch.device("cpu")
+    assert SalsConfig().decoder_in_int8(half, gpu)
+    assert not SalsConfig().decoder_in_int8(half, cpu) and not SalsConfig().decoder_in_int8(torch.float32, gpu)
+    assert not SalsConfig(latent_bits=16).decoder_in_int8(half, gpu)
+    assert not SalsConfig(attention="exact").decoder_in_int8(half, gpu)
+    model, tokens, cuts = llama(layers=1), torch.randint(0, 64, (1, 44)), [40, 41, 42, 43, 44]
+    found = []
+    for bits in (None, 16, 8):
+        run = compiled(model.forward, budget=24, sinks=2, recents=8, decoder_bits=bits)
+        found.append(rollout(run, tokens, cuts, static_cache(model, 64)))
+        variants = [v for r in sals_compile.compiled_reports() for v in r._compiled.variants.items()]
+        taken = {i.field for (name, _), v in variants if name == "sparse" for i in v.rewritten.inputs}
+        assert "decoder" in taken
+        assert ("decoder_codes" in taken) == (bits == 8)
+    assert torch.equal(found[0], found[1])
+    error = (found[2] - found[1]).norm() / found[1].norm()
+    assert 0 < error < 1e-2
 
 
 def test_bad_option_fails_at_the_first_call():

@@ -74,7 +74,7 @@ NUCLEUS = 0.9
 
 #: Every row: its method (a line of the plot) and its options. ``selection`` and ``values`` are not options of the
 #: compiler: they name an ablation. ``values="min-max"`` spreads the levels of values from the minimum to the maximum of
-#: 32 dims, as DESIGN's table has them for the paper's method; ours fit four levels, and share the scale of 16 by 64.
+#: 32 dims, as the paper's method was first measured; ours fit four levels, and share the scale of 16 by 64.
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("sals", {}),
     "paper-25": ("paper", {"preset": "paper-25"}),
@@ -90,6 +90,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "score-1/4": ("sals, score rank 1/4", {"score_rank": 0.25}),
     "rope-free": ("sals, rope-free score", {"scoring": "rope_free"}),
     "pca": ("sals, pca basis", {"basis": "pca"}),
+    "decoder-8": ("sals, int8 decoder", {"decoder_bits": 8}),
     "latent-16": ("sals, latents not quantised", {"latent_bits": 16}),
     "value-2": ("sals, 2-bit values", {"value_bits": 2}),
     "value-8": ("sals, 8-bit values", {"value_bits": 8}),
