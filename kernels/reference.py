@@ -1,6 +1,6 @@
 """What each ``sals`` operator means, in plain PyTorch. Also the CPU lowering: Inductor compiles these functions.
 
-Dimensions (see DESIGN section 1): ``B`` batch, ``S`` cache slots (a multiple of :data:`BLOCK`), ``L`` query tokens of
+Dimensions: ``B`` batch, ``S`` cache slots (a multiple of :data:`BLOCK`), ``L`` query tokens of
 this call, ``H`` query heads, ``N`` KV heads, ``G = H/N``, ``D`` head dim, ``E = N*D``, ``R`` rank, ``Rs`` score rank,
 ``W`` ring slots, ``K`` selected tokens, ``Dr <= D`` rotated dims, ``P`` position batch (1 when positions are shared by
 the batch, else ``B``).
@@ -13,13 +13,13 @@ up; floating point ``[B,S,N,D]`` when not quantised), ``value_scales [B,S,N,D/gr
 ``cos``/``sin [P,S,Dr]``, their means over blocks ``block_cos``/``block_sin [P,S/BLOCK,Dr]``, and ``ring_slots [P,W]``
 int32, the slot that each ring entry holds (-1: none).
 
-Paper: SALS, arXiv 2510.24273, sections 3 and 4; ``block_rotary`` scoring and the quantisers are ours (DESIGN section
-    4).
+Paper: SALS, arXiv 2510.24273, sections 3 and 4; ``block_rotary`` scoring and the quantisers are ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -809,14 +809,22 @@ def dense_attention(
     """The dense meaning of a site: ``query [B,L,H,D]``, ``key [B,S,N,D]`` (rotated), ``value [B,S,N,Dv]`` ->
     ``[B,L,H,Dv]``.
     """
+    return rounding_attention(lambda x: x, query, key, value, modifier, tensors, integers, scale, sink_logits)
+
+
+def rounding_attention(
+    rounded: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, modifier: str, *rest: Any
+) -> Tensor:
+    """:func:`dense_attention` with ``rounded`` applied to its fp32 logits at every step, and to its weights."""
+    tensors, integers, scale, sink_logits = rest
     kv_heads = key.shape[2]
     grouped = query.float().unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B,N,G,L,D]
-    logits = (grouped @ key.float().permute(0, 2, 3, 1).unsqueeze(2)) * scale
+    logits = rounded(rounded(grouped @ key.float().permute(0, 2, 3, 1).unsqueeze(2)) * scale)
     kv = torch.arange(key.shape[1], device=key.device).view(1, 1, 1, -1)
-    logits = modify(logits.flatten(1, 2), kv, modifier, tensors, integers, None)
-    weights = softmax(logits, sink_logits).unflatten(1, (kv_heads, -1))
+    logits = rounded(modify(logits.flatten(1, 2), kv, modifier, tensors, integers, None))
+    weights = rounded(softmax(logits, sink_logits)).unflatten(1, (kv_heads, -1))
     out = weights @ value.float().permute(0, 2, 1, 3).unsqueeze(2)
-    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype).contiguous().contiguous()
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype).contiguous()
 
 
 # ---- the stateless form: one selection per block of queries

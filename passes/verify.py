@@ -86,30 +86,10 @@ def dense_meaning(
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def rounded_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    modifier: str,
-    tensors: Sequence[Tensor],
-    integers: Sequence[int],
-    scale: float,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
+def rounded_attention(query: Tensor, *rest: Any) -> Tensor:
     """:func:`reference.dense_attention` whose logits and weights are rounded to the query's dtype, as a graph that
     computes in that dtype rounds them."""
-    kv_heads, dtype = key.shape[2], query.dtype
-
-    def rounded(x: Tensor) -> Tensor:
-        return x.to(dtype).float()
-
-    grouped = query.float().unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B,N,G,L,D]
-    logits = rounded(rounded(grouped @ key.float().permute(0, 2, 3, 1).unsqueeze(2)) * scale)
-    kv = torch.arange(key.shape[1], device=key.device).view(1, 1, 1, -1)
-    logits = rounded(reference.modify(logits.flatten(1, 2), kv, modifier, tensors, integers, None))
-    weights = rounded(reference.softmax(logits, sink_logits)).unflatten(1, (kv_heads, -1))
-    out = weights @ value.float().permute(0, 2, 1, 3).unsqueeze(2)
-    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
+    return reference.rounding_attention(lambda x: x.to(query.dtype).float(), query, *rest)
 
 
 def _from_head(modifier: Modifier, first: int) -> Modifier:
