@@ -73,8 +73,8 @@ WINDOW, CHUNK, PREFIX = 3, 4, 2
 
 @dataclass(frozen=True)
 class Spec:
-    """One formulation. Sizes as in DESIGN section 1; ``cache`` none means whole-sequence attention over this call's own
-    keys."""
+    """One formulation. Sizes as in ``kernels/reference.py``; ``cache`` none means whole-sequence attention over this
+    call's own keys."""
 
     batch: int = 2
     length: int = 5

@@ -266,7 +266,7 @@ def serve(
                 batch = min(batch - 1, int(0.94 * batch))
             row["systems"][name] = entry | {"batch": batch}
         rows.append(row)
-        print(json.dumps(row), flush=True)
+        show(row)
     return rows
 
 
@@ -313,16 +313,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for point in [] if args.memory_gib else args.at.split(","):
         batch, context = map(int, point.split("x"))
         rows.append(run(args.shape, batch, context, **shared))
-        print(json.dumps(rows[-1]), flush=True)
+        show(rows[-1])
     report = {"machine": describe_machine(args.device), "options": options, "rows": rows}
     if args.json:
         args.json.write_text(json.dumps(report, indent=2))
-    for row in rows:
-        for name, entry in row["systems"].items():
-            figures = entry.get("error") or f"{entry['tokens_per_s']:9.1f} tok/s  {entry['ms_per_step']:8.2f} ms/step"
-            if "kv_bytes" in entry:
-                figures += f"  KV {entry['kv_bytes'] / 2**30:.3f} GiB"
-            at = f"{entry.get('batch', row.get('batch'))}x{row['context']}"
-            limit = f"  {row['memory_gib']:g} GiB" if "memory_gib" in row else ""
-            print(f"{row['shape']}{limit}  {at}  {name:6} {figures}")
     return 0
+
+
+def show(row: dict[str, Any]) -> None:
+    """A line for each system of a row that is done."""
+    for name, entry in row["systems"].items():
+        figures = entry.get("error") or f"{entry['tokens_per_s']:9.1f} tok/s  {entry['ms_per_step']:8.2f} ms/step"
+        if "kv_bytes" in entry:
+            figures += f"  KV {entry['kv_bytes'] / 2**30:.3f} GiB"
+        at = f"{entry.get('batch', row.get('batch'))}x{row['context']}"
+        limit = f"  {row['memory_gib']:g} GiB" if "memory_gib" in row else ""
+        print(f"{row['shape']}{limit}  {at}  {name:6} {figures}", flush=True)
