@@ -54,13 +54,15 @@ def _query(head, scales, dims, known, INT8: tl.constexpr, KEY: tl.constexpr, GRO
 def _steps(value_scales, at, FIRST: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
            GROUP: tl.constexpr):  # fmt: skip
     """Step and minimum of dims FIRST .. FIRST + WIDTH, ``[T, WIDTH]`` each; ``at [T]`` is a token's first pair."""
-    if FIRST % GROUP == 0 and WIDTH % GROUP == 0:
-        GROUPS: tl.constexpr = WIDTH // GROUP
-        g = FIRST // GROUP + tl.arange(0, GROUPS)
+    # Scales are loaded once for RUN dims where every such run lies within a group; else each dim loads its own.
+    RUN: tl.constexpr = GROUP if GROUP < WIDTH else WIDTH
+    if FIRST % RUN == 0:
+        RUNS: tl.constexpr = WIDTH // RUN
+        g = FIRST // GROUP + tl.arange(0, RUNS)
         pairs = tl.load(value_scales + at[:, None] + g[None, :], mask=(g < D // GROUP)[None, :], other=0)
         step, low = _unpack(pairs)
-        step = tl.reshape(tl.broadcast_to(step[:, :, None], (T, GROUPS, GROUP)), (T, WIDTH))
-        low = tl.reshape(tl.broadcast_to(low[:, :, None], (T, GROUPS, GROUP)), (T, WIDTH))
+        step = tl.reshape(tl.broadcast_to(step[:, :, None], (T, RUNS, RUN)), (T, WIDTH))
+        low = tl.reshape(tl.broadcast_to(low[:, :, None], (T, RUNS, RUN)), (T, WIDTH))
     else:
         d = FIRST + tl.arange(0, WIDTH)
         step, low = _unpack(tl.load(value_scales + at[:, None] + (d // GROUP)[None, :], mask=(d < D)[None, :], other=0))
@@ -241,31 +243,24 @@ def _attend_latents(
     )
     # -- weights times values, in the transformed frame; fp16 holds quantised values better than bf16
     VALUE: tl.constexpr = tl.float16 if (BITS > 0) & (COMPUTE != tl.float32) else COMPUTE  # noqa: SIM300
-    HALF: tl.constexpr = D // 2
-    HALF_PAD: tl.constexpr = D_PAD // 2 if D_PAD // 2 > 16 else 16
+    # A byte holds the codes of PARTS dims, WIDTH apart, so each part of the head is a product of its own.
+    PARTS: tl.constexpr = 8 // BITS if BITS > 0 else 1
+    WIDTH: tl.constexpr = D // PARTS
+    WIDTH_PAD: tl.constexpr = D_PAD // PARTS if D_PAD // PARTS > 16 else 16
     weights = tl.trans(weights.to(VALUE))
-    j = tl.arange(0, HALF_PAD)
-    d = tl.arange(0, D_PAD)
-    kept = (tl.arange(0, G_PAD) < G)[:, None]
+    j = tl.arange(0, WIDTH_PAD)
+    stored = (tl.arange(0, G_PAD) < G)[:, None] & (j < WIDTH)[None, :]
     value_row = token * N + n
-    pairs_at = value_row * (D // GROUP)
-    if BITS == 4:
-        packed = tl.load(value_codes + value_row[:, None] * HALF + j[None, :], mask=(j < HALF)[None, :], other=0)
-        step, least = _steps(value_scales, pairs_at, 0, HALF_PAD, TILE_T, D, GROUP)
-        value = _levels(packed & 15, VALUE) * step.to(VALUE) + least.to(VALUE)
+    packed = tl.load(value_codes + value_row[:, None] * WIDTH + j[None, :], mask=(j < WIDTH)[None, :], other=0)
+    for part in tl.static_range(PARTS):
+        if BITS > 0:
+            step, least = _steps(value_scales, value_row * (D // GROUP), part * WIDTH, WIDTH_PAD, TILE_T, D, GROUP)
+            level = _levels((packed >> (BITS * part)) & (2**BITS - 1), VALUE)
+            value = level * step.to(VALUE) + least.to(VALUE)
+        else:
+            value = packed.to(VALUE)
         sums = tl.dot(weights, value, input_precision=PRECISION)
-        tl.store(here + j[None, :], sums, mask=kept & (j < HALF)[None, :])
-        step, least = _steps(value_scales, pairs_at, HALF, HALF_PAD, TILE_T, D, GROUP)
-        value = _levels(packed >> 4, VALUE) * step.to(VALUE) + least.to(VALUE)
-        sums = tl.dot(weights, value, input_precision=PRECISION)
-        tl.store(here + HALF + j[None, :], sums, mask=kept & (j < HALF)[None, :])
-    else:
-        packed = tl.load(value_codes + value_row[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0)
-        if BITS == 8:
-            step, least = _steps(value_scales, pairs_at, 0, D_PAD, TILE_T, D, GROUP)
-            packed = _levels(packed, VALUE) * step.to(VALUE) + least.to(VALUE)
-        sums = tl.dot(weights, packed.to(VALUE), input_precision=PRECISION)
-        tl.store(here + d[None, :], sums, mask=kept & (d < D)[None, :])
+        tl.store(here + part * WIDTH + j[None, :], sums, mask=stored)
     return top, mass
 
 
@@ -433,8 +428,6 @@ def attend(
     count, window = indices.shape[-1], ring_slots.shape[1]
     rotary_dim = 0 if rotary == "none" else cos.shape[-1]
     bits = 8 * value_codes.shape[-1] // dim if value_codes.dtype == torch.uint8 else 0
-    if bits == 2:
-        raise NotImplementedError("2-bit values run as their reference meaning")
     int8 = decoder_codes is not None and codes.dtype == torch.int8
     half_precision = query.dtype != torch.float32
     device = query.device
@@ -462,9 +455,10 @@ def attend(
         N=kv_heads, G=groups, G_PAD=g_pad, D=dim, D_PAD=max(16, next_power_of_2(dim)), R=rank, DR=rotary_dim,
         PAIRS_PAD=max(16, next_power_of_2(max(rotary_dim // 2, 1))),
         REST_PAD=max(16, next_power_of_2(max(dim - rotary_dim, 1))),
-        INTERLEAVED=rotary == "interleaved", GROUP=value_group(dim), BITS=bits, QUANTIZED=codes.dtype == torch.int8,
-        INT8=int8, SINKS=sink_logits is not None, WINDOW=window, LATENT_SPLITS=latent_splits, SPLITS=splits,
-        TILE_T=tiles.tokens, TILE_R=tiles.ranks, RING_T=tiles.ring, STAGES=tiles.stages,
+        INTERLEAVED=rotary == "interleaved", GROUP=value_group(dim, bits), BITS=bits,
+        QUANTIZED=codes.dtype == torch.int8, INT8=int8, SINKS=sink_logits is not None, WINDOW=window,
+        LATENT_SPLITS=latent_splits, SPLITS=splits, TILE_T=tiles.tokens, TILE_R=tiles.ranks, RING_T=tiles.ring,
+        STAGES=tiles.stages,
         MASK_FN=generated.mask_fn, SCORE_FN=generated.score_fn, MASKS=generated.masks, MODIFIES=generated.modifies,
         PRECISION="tf32" if half_precision else "ieee", EARLY_RING=early_ring, num_warps=tiles.warps,
         **capped, **dependent_launch(device),

@@ -2,8 +2,7 @@
 
 Importing this module registers the table on PyTorch's CUDA dispatch key (which ROCm uses too). Triton and the kernels
 themselves are imported by the first call with such a tensor, so nothing here needs Triton or a GPU. An operator that
-is not in the table, or whose launcher raises :class:`NotImplementedError` for what it was given, runs its reference
-meaning in PyTorch.
+is not in the table runs its reference meaning in PyTorch, as all do without Triton.
 """
 
 from __future__ import annotations
@@ -52,12 +51,7 @@ def _implementation(name: str) -> Callable[..., Any]:
     meaning = ops.meaning(name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not has_triton():
-            return meaning(*args, **kwargs)
-        try:
-            return launcher(name)(*args, **kwargs)
-        except NotImplementedError:
-            return meaning(*args, **kwargs)
+        return (launcher(name) if has_triton() else meaning)(*args, **kwargs)
 
     run.__name__ = run.__qualname__ = f"triton_{name}"
     return run

@@ -273,13 +273,12 @@ def _encode_values(
     else:
         GROUPS: tl.constexpr = D_PAD // GROUP
         grouped = tl.reshape(moved, (TILE_V, GROUPS, GROUP))
-        low = tl.min(grouped, axis=2).to(tl.float16)
         LEVELS: tl.constexpr = 2.0**BITS - 1.0
-        step = (tl.max(grouped, axis=2) - low.to(tl.float32)) / LEVELS
-        step = tl.maximum(step, 5.9604644775390625e-08).to(tl.float16)
-        levels = (grouped - low.to(tl.float32)[:, :, None]) / step.to(tl.float32)[:, :, None]
-        levels = tl.minimum(tl.maximum(round_half_even(levels), 0.0), LEVELS)
-        levels = tl.reshape(levels, (TILE_V, D_PAD))
+        low, high = tl.min(grouped, axis=2), tl.max(grouped, axis=2)
+        if BITS == 2:
+            low, high = _fit_levels(grouped, low, high, GROUP)
+        low, step = _scale(low, high, LEVELS)
+        levels = tl.reshape(_nearest(grouped, low, step, LEVELS), (TILE_V, D_PAD))
         g = tl.arange(0, GROUPS)
         scale_at = value_scales + (stored[:, None] * (D // GROUP) + g[None, :]) * 2
         has_scale = live[:, None] & (g < D // GROUP)[None, :]
@@ -288,15 +287,49 @@ def _encode_values(
         if BITS == 8:
             tl.store(value_codes + stored[:, None] * D + d[None, :], levels.to(tl.uint8), mask=inside)
         else:
-            # Dim j and dim j + D/2 share byte j. A product with a 0/1/16 matrix pairs them up wherever D/2 falls
-            # among the groups; levels and bytes are exact in fp16 with fp32 sums.
-            HALF_PAD: tl.constexpr = D_PAD // 2 if D_PAD // 2 > 16 else 16
-            j = tl.arange(0, HALF_PAD)
-            pairing = tl.where(d[:, None] == j[None, :], 1.0, 0.0)
-            pairing += tl.where(d[:, None] == j[None, :] + D // 2, 16.0, 0.0)
-            packed = tl.dot(levels.to(tl.float16), pairing.to(tl.float16))
-            at = value_codes + stored[:, None] * (D // 2) + j[None, :]
-            tl.store(at, packed.to(tl.int32).to(tl.uint8), mask=live[:, None] & (j < D // 2)[None, :])
+            # Dims WIDTH apart share byte j. A product with a matrix of 0, 1 and powers of 2**BITS brings them together
+            # wherever a part begins among the groups; levels and bytes are exact in fp16 with fp32 sums.
+            PARTS: tl.constexpr = 8 // BITS
+            WIDTH: tl.constexpr = D // PARTS
+            WIDTH_PAD: tl.constexpr = D_PAD // PARTS if D_PAD // PARTS > 16 else 16
+            j = tl.arange(0, WIDTH_PAD)
+            packing = tl.where(d[:, None] == j[None, :], 1.0, 0.0)
+            for part in tl.static_range(1, PARTS):
+                packing += tl.where(d[:, None] == j[None, :] + part * WIDTH, 2.0 ** (BITS * part), 0.0)
+            packed = tl.dot(levels.to(tl.float16), packing.to(tl.float16))
+            at = value_codes + stored[:, None] * WIDTH + j[None, :]
+            tl.store(at, packed.to(tl.int32).to(tl.uint8), mask=live[:, None] & (j < WIDTH)[None, :])
+
+
+@triton.jit
+def _scale(low, high, LEVELS: tl.constexpr):
+    """Lowest level and step, in the fp16 that is stored, so that codes fit it."""
+    low = low.to(tl.float16)
+    step = (high - low.to(tl.float32)) / LEVELS
+    return low, tl.maximum(step, 5.9604644775390625e-08).to(tl.float16)
+
+
+@triton.jit
+def _nearest(grouped, low, step, LEVELS: tl.constexpr):
+    """Codes of ``grouped [M, groups, GROUP]``, as fp32."""
+    codes = (grouped - low.to(tl.float32)[:, :, None]) / step.to(tl.float32)[:, :, None]
+    return tl.minimum(tl.maximum(round_half_even(codes), 0.0), LEVELS)
+
+
+@triton.jit
+def _fit_levels(grouped, low, high, GROUP: tl.constexpr):
+    """The lowest and the highest of four levels, fitted as by ``reference._two_bit_levels``."""
+    margin = (high - low) / 8.0
+    low, step = _scale(low + margin, high - margin, 3.0)
+    codes = _nearest(grouped, low, step, 3.0)
+    code_mean = tl.sum(codes, axis=2) / GROUP
+    mean = tl.sum(grouped, axis=2) / GROUP
+    off = codes - code_mean[:, :, None]
+    spread = tl.sum(off * off, axis=2)
+    slope = tl.sum(off * (grouped - mean[:, :, None]), axis=2) / tl.maximum(spread, 1.0 / 32)
+    slope = tl.where(spread > 0, slope, step.to(tl.float32))
+    low = mean - slope * code_mean
+    return low, low + 3.0 * slope
 
 
 @dataclass(frozen=True)
@@ -344,8 +377,6 @@ def plan_encode(
     key_pre, key, value = row_major(key_pre, 2), row_major(key, 1), row_major(value, 1)
     encoder, value_transform, slots = encoder.contiguous(), value_transform.contiguous(), row_major(slots, 1)
     bits = 8 * value_codes.shape[-1] // dim if value_codes.dtype == torch.uint8 else 0
-    if bits == 2:
-        raise NotImplementedError("2-bit values run as their reference meaning")
     half_precision = key_pre.dtype != torch.float32
     decode = tokens <= 64
     tile_m = 16 if tokens <= 16 else 32 if decode else 64
@@ -368,7 +399,7 @@ def plan_encode(
         ),
         constants={
             "E": joint, "R": rank, "N": kv_heads, "D": dim, "D_PAD": max(16, next_power_of_2(dim)),
-            "GROUP": value_group(dim), "BITS": bits, "TILE_M": tile_m, "TILE_R": tile_r, "TILE_E": tile_e,
+            "GROUP": value_group(dim, bits), "BITS": bits, "TILE_M": tile_m, "TILE_R": tile_r, "TILE_E": tile_e,
             "SPLIT_E": split, "TILE_V": tile_v, "PRECISION": "tf32" if half_precision else "ieee",
         },
         quantize_arguments=(parts, codes, scales, slots, tokens, queries, total, slots_p),

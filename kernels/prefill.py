@@ -2,8 +2,8 @@
 
 The head dim is handled as ``D/2`` *pairs*, the two dims that a rotation mixes: a rebuilt key is two tiles ``[T,
 D/2]``, and a logit is the sum of two dots, so that rotating is elementwise and nothing is permuted. Dims that do not
-rotate pair up with cos 1 and sin 0. Values are two tiles likewise, the low and the high half of the head, as 4-bit
-codes are stored.
+rotate pair up with cos 1 and sin 0. Values are two tiles likewise, the low and the high half of the head, which
+are also the halves of a byte of 4-bit or 2-bit codes.
 
 Fully rebuilt attention is a matrix product of depth ``R`` per token and head, far more work than attending. Programs
 of all heads run over the same tokens at the same time, so that latents come from L2; a rebuilt tile lives in
@@ -58,10 +58,15 @@ def _dequantised_values(
     half: tl.constexpr = D // 2
     pair = tl.arange(0, PAIRS)
     shown = inside[:, None] & (pair < half)[None, :]
-    if VALUE_BITS == 4:
-        both = tl.load(value_codes[:, None] + pair[None, :], mask=shown, other=0).to(tl.int32)
-        low = (both & 15).to(tl.float32)
-        high = (both >> 4).to(tl.float32)
+    if VALUE_BITS < 8:
+        # A byte holds codes of dims `width` apart, those of the low half in its lower four bits.
+        width: tl.constexpr = D * VALUE_BITS // 8
+        byte = pair if width == half else pair % width
+        packed = tl.load(value_codes[:, None] + byte[None, :], mask=shown, other=0).to(tl.int32)
+        if width < half:
+            packed >>= (VALUE_BITS * (pair // width))[None, :]
+        low = (packed & (2**VALUE_BITS - 1)).to(tl.float32)
+        high = ((packed >> 4) & (2**VALUE_BITS - 1)).to(tl.float32)
     else:
         low = tl.load(value_codes[:, None] + pair[None, :], mask=shown, other=0).to(tl.float32)
         high = tl.load(value_codes[:, None] + (half + pair)[None, :], mask=shown, other=0).to(tl.float32)
@@ -498,8 +503,6 @@ def _storage(
         bits = 16
     else:
         bits = 8 * value_codes.shape[-1] // head_dim
-        if bits == 2:
-            raise NotImplementedError("2-bit values run as their reference meaning")
     constants: dict[str, object] = {
         "QUANTISED": codes.dtype == torch.int8,
         "ROTARY": rotary,
@@ -510,7 +513,7 @@ def _storage(
         "BLOCK_D": power_of_two(head_dim),
         "CHUNK": min(64, power_of_two(head_dim)),
         "VALUE_BITS": bits,
-        "VALUE_GROUP": reference.value_group(head_dim),
+        "VALUE_GROUP": reference.value_group(head_dim, bits),
         "PRECISION": precision(ring_key.dtype),
     }
     return strides, constants

@@ -65,8 +65,7 @@ class SalsConfig:
         decoder_bits: of the decoder that rebuilds the selected keys. 8 (int8 with one scale per column, for int8 tensor
             cores; needs ``latent_bits=8``) or 16 (the model's own type). None: 8 where latents have 8 bits and the
             model computes in half precision on a GPU (a CPU gains nothing by it).
-        value_bits: 2, 4 or 8 (grouped along the head dim), or 16 (the value's own type). 2 has no Triton kernel: on a
-            GPU its operators run as plain PyTorch.
+        value_bits: 2, 4 or 8 (grouped along the head dim), or 16 (the value's own type).
         value_transform: ``"hadamard"`` rotates each value head before quantising (undone on the output), or ``"none"``.
         basis: how encoder and decoder are computed: ``"query_weighted"``, ``"pca"`` (the paper) or ``"weights"`` (no
             data).

@@ -83,7 +83,7 @@ def storage(
     ring_slots = torch.full((positions, window), -1, dtype=torch.int32)
     at = torch.arange(filled).expand(positions, -1)
     reference.record_rows(cos, sin, *means, ring_slots, new_cos, new_sin, at)
-    group = reference.value_group(dim)
+    group = reference.value_group(dim, value_bits)
     codes = torch.zeros(batch, slots, rank, dtype=torch.int8 if quantised else torch.float32)
     scales = torch.zeros(batch, slots, dtype=torch.float16) if quantised else torch.empty(0)
     if value_bits == 16:
@@ -228,10 +228,12 @@ class TestInterpreted:
     @given(
         st.integers(1, 2), st.integers(1, 4), heads, widths, modifiers,
         rotaries, st.booleans(), st.booleans(), st.sampled_from([16, 32, 128]), st.integers(1, 40), st.booleans(),
-        st.sampled_from([4, 8, 16]), st.integers(5, 256), st.booleans(),
+        st.sampled_from([2, 4, 8, 16]), st.integers(5, 256), st.booleans(),
     )  # fmt: skip
     @example(2, 1, (4, 2), 128, "causal, position on the device", "half", False, False, 32, 64, True, 4, 200, False)
     @example(2, 2, (6, 3), 64, "sliding window", "interleaved", True, True, 32, 64, True, 4, 256, True)
+    @example(2, 1, (4, 2), 128, "causal, position on the device", "half", False, False, 32, 64, True, 2, 200, False)
+    @example(1, 2, (2, 1), 40, "none", "half", True, True, 32, 30, True, 2, 150, False)
     def test_materialize_and_reconstruct(
         self, batch: int, queries: int, shape: tuple[int, int], dim: int, modifier: str, rotary: str, partial: bool,
         own_positions: bool, window: int, rank: int, quantised: bool, value_bits: int, filled: int, sinks: bool,
@@ -327,10 +329,11 @@ class TestOnGpu:
         assert torch.equal(found, torch.ops.sals.block_select(*arguments))
         self.check("block_attend", query, key, value, found, *shared, 64, 0.1)
 
+    @pytest.mark.parametrize("bits", [2, 4])
     @pytest.mark.parametrize("rotary", ["half", "interleaved", "none"])
     @pytest.mark.parametrize("queries,heads", [(1, 2), (1, 16), (40, 8)])
-    def test_reconstruct(self, rotary: str, queries: int, heads: int) -> None:
-        state = [x.cuda() for x in storage(2, 1024, 900, 2, 128, rotary, 1, 128, 100, True, 4, 128)]
+    def test_reconstruct(self, rotary: str, queries: int, heads: int, bits: int) -> None:
+        state = [x.cuda() for x in storage(2, 1024, 900, 2, 128, rotary, 1, 128, 100, True, bits, 128)]
         state[4], state[5] = state[4].bfloat16(), state[5].bfloat16()
         query = torch.randn(2, queries, heads, 128, device="cuda", dtype=torch.bfloat16)
         self.check("reconstruct", query, *state, MODIFIERS["causal"], [], [900 - queries], 900, 0.1, rotary)
@@ -356,13 +359,18 @@ def launches(dim: int) -> list[Any]:
         MODIFIERS["causal"],
         MODIFIERS["causal, position on the device"],
     )
-    state = [
-        empty(1, tokens, rank, dtype=torch.int8), empty(1, tokens, dtype=torch.float16),
-        empty(1, tokens, kv_heads, dim // 2, dtype=torch.uint8),
-        empty(1, tokens, kv_heads, dim // 32, 2, dtype=torch.float16),
-        empty(1, 128, kv_heads, dim), empty(1, 128, kv_heads, dim), empty(1, 128, dtype=torch.int32),
-        empty(1, tokens, dim), empty(1, tokens, dim), empty(rank, kv_heads * dim), empty(dim, dim, dtype=torch.float32),
-    ]  # fmt: skip
+
+    def state(bits: int) -> list[torch.Tensor]:
+        groups = dim // reference.value_group(dim, bits)
+        return [
+            empty(1, tokens, rank, dtype=torch.int8), empty(1, tokens, dtype=torch.float16),
+            empty(1, tokens, kv_heads, dim * bits // 8, dtype=torch.uint8),
+            empty(1, tokens, kv_heads, groups, 2, dtype=torch.float16),
+            empty(1, 128, kv_heads, dim), empty(1, 128, kv_heads, dim), empty(1, 128, dtype=torch.int32),
+            empty(1, tokens, dim), empty(1, tokens, dim), empty(rank, kv_heads * dim),
+            empty(dim, dim, dtype=torch.float32),
+        ]  # fmt: skip
+
     chosen = empty(1, tokens // 64, 256, dtype=torch.int32)
     scores = empty(1, 128, 4096, dtype=torch.float32)
 
@@ -371,12 +379,13 @@ def launches(dim: int) -> list[Any]:
         dense._launch(query, cache, cache, loaded, [torch.tensor(0)], [], 0.1, None)
         block_sparse.block_attend(query, cache, cache, chosen, causal, [], [0], 64, 0.1)
         block_sparse.mean_queries(query, kv_heads, 64, torch.bfloat16)
-        block_sparse.block_rows(state[7], state[8], tokens, dim, torch.bfloat16)
+        block_sparse.block_rows(empty(1, tokens, dim), empty(1, tokens, dim), tokens, dim, torch.bfloat16)
         projected, latent = empty(1, 128, 32, rank), empty(1, 4096, rank)
         block_sparse._score_chunk(projected, latent, scores, 0, causal, [], [0], 64, 8192, 8, 4, 128)
         block_sparse.select_rows(scores, 256, empty(1, 128, 256, dtype=torch.int32))
-        prefill.materialize(*state, tokens, "half")
-        prefill.reconstruct(query[:, :1], *state, loaded, [position], [], tokens, 0.1, "half")
+        for bits in (2, 4):
+            prefill.materialize(*state(bits), tokens, "half")
+            prefill.reconstruct(query[:, :1], *state(bits), loaded, [position], [], tokens, 0.1, "half")
 
     return record(run)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sals_compile.kernels import dispatch, reference
+from sals_compile.kernels import reference
 from sals_compile.kernels.index_expr import KV, SCORE, Modifier, Q, const, integer, load, make, parse
 
 FORMS = st.sampled_from(["half", "interleaved"])
@@ -76,28 +75,6 @@ def test_two_bit_levels_are_fitted():
         value = torch.full((1, 1, 64), constant)
         found = reference.dequantize_values(*reference.quantize_values(value, 2), 64)
         torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-6)
-
-
-def test_kernels_hand_two_bit_values_back():
-    """Triton has no 2-bit codes: its launchers say so before they launch, and dispatch runs the reference."""
-    batch, tokens, kv_heads, dim, rank, window = 1, 128, 2, 16, 8, 16
-    codes, scales = torch.zeros(batch, tokens, rank, dtype=torch.int8), torch.zeros(batch, tokens).half()
-    values, steps = reference.quantize_values(torch.zeros(batch, tokens, kv_heads, dim), 2)
-    ring = torch.zeros(batch, window, kv_heads, dim)
-    latents, slots = [codes, scales, values, steps], torch.arange(1)[None]
-    rows, decoder, transform = torch.ones(1, tokens, dim), torch.zeros(rank, kv_heads * dim), torch.eye(dim)
-    ring_slots = torch.zeros(1, window, dtype=torch.int32)
-    key = torch.zeros(batch, 1, kv_heads, dim)
-    chosen = torch.zeros(batch, 1, 4, dtype=torch.int32)
-    plain = Modifier().serialized
-    stored = [*latents, ring, ring, ring_slots, rows, rows, decoder, transform]
-    for name, arguments in {
-        "encode": [*latents, ring, ring, key, key, key, decoder.T.contiguous(), transform, slots],
-        "attend": [key, chosen, *stored, plain, [], [], 1.0, "half"],
-        "materialize": [*stored, tokens, "half"],
-    }.items():
-        with pytest.raises(NotImplementedError, match="2-bit"):
-            dispatch.launcher(name)(*arguments)
 
 
 @given(dim=st.sampled_from([16, 32, 64, 80, 96]), bits=st.sampled_from([4, 8]))
